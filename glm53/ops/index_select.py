@@ -1,0 +1,262 @@
+"""Lightning indexer: score every visible key of a request and keep the index_topk best.
+
+    score(t, s) = sum_j weights[t, j] * relu(q[t, j] . k[s])          for s < lengths[t]
+
+The scales (index_head_dim ** -0.5, index_n_heads ** -0.5) are positive, so callers fold them into
+`weights`; weights are signed and the relu sits inside the head sum (DeepSeek-V3.2 technical
+report, section 2.1). Higher score first, lower position first among equal scores: a canonical
+order, because scores that the relu cut to exactly 0 tie in whole groups. The output row lists the
+selected positions in ascending order, then -1; every slot is written.
+
+Where a key lives. Position p of request r is row
+
+    block_table[r, p // page_size] * block_stride + p % page_size
+
+of the key tensor. Pages of a pool have block_stride == page_size. A freshly computed, contiguous
+key tensor is the same thing with one page per request as long as its longest request, and
+block_stride == 1, block_table[r, 0] == the request's first row.
+
+Rows of one request are adjacent. Nothing larger than a fixed tile (TILE_ELEMENTS) exists with a
+head dimension, and keys at or beyond a row's length are never part of a result.
+
+`logical_to_physical` turns positions into rows of that layout, once per index group.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+# fp32 elements of the largest [rows, heads, keys] and [rows, keys] temporaries: 8 MiB, which stays
+# in a last-level cache; it bounds memory, not results.
+TILE_ELEMENTS = 1 << 21
+TILE_KEYS = 2048
+
+
+def rows_of_positions(
+    positions: Tensor, block_row_P: Tensor, page_size: int, block_stride: int
+) -> Tensor:
+    """Rows of the key tensor that hold `positions` (any shape, >= 0) of one request."""
+    pages = block_row_P[positions // page_size].long()
+    return pages * block_stride + positions % page_size
+
+
+def index_select_ref(
+    q_TJG: Tensor,
+    weights_TJ: Tensor,
+    keys_NG: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    lengths_T: Tensor,
+    index_topk: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    """The semantics, one row at a time with a stable sort."""
+    logical_TL = torch.full((q_TJG.shape[0], index_topk), -1, dtype=torch.int32)
+    for t, (request, length) in enumerate(zip(request_T.tolist(), lengths_T.tolist(), strict=True)):
+        positions = torch.arange(length)
+        block_row_P = block_table_BP[request].cpu()
+        rows = rows_of_positions(positions, block_row_P, page_size, block_stride)
+        keys_SG = keys_NG[rows.to(keys_NG.device)].float()
+        dots_JS = torch.relu(q_TJG[t].float() @ keys_SG.T)
+        scores_S = (weights_TJ[t].float()[:, None] * dots_JS).sum(0)
+        best = torch.sort(scores_S, descending=True, stable=True).indices[:index_topk]
+        logical_TL[t, : best.numel()] = best.sort().values.to("cpu", torch.int32)
+    return logical_TL.to(q_TJG.device)
+
+
+def _scores(
+    q_QJG: Tensor,
+    weights_QJ: Tensor,
+    keys_NG: Tensor,
+    block_row_P: Tensor,
+    num_keys: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    """fp32 scores [Q, num_keys] of some rows of one request, in tiles over the keys."""
+    num_rows, num_heads, head_dim = q_QJG.shape
+    q_XG = q_QJG.float().reshape(num_rows * num_heads, head_dim)
+    weights_Q1J = weights_QJ.float().unsqueeze(1)
+    scores_QS = q_XG.new_empty(num_rows, num_keys)
+    for start in range(0, num_keys, TILE_KEYS):
+        positions = torch.arange(start, min(start + TILE_KEYS, num_keys), device=keys_NG.device)
+        rows = rows_of_positions(positions, block_row_P, page_size, block_stride)
+        dots_XS = (q_XG @ keys_NG[rows].float().T).relu_()
+        scores_QS[:, start : start + positions.numel()] = torch.bmm(
+            weights_Q1J, dots_XS.view(num_rows, num_heads, -1)
+        ).squeeze(1)
+    return scores_QS
+
+
+def _select(scores_QS: Tensor, lengths_Q: Tensor, index_topk: int) -> Tensor:
+    """Canonical top-k of rows that all have more than index_topk visible keys."""
+    hidden = torch.arange(scores_QS.shape[1], device=scores_QS.device) >= lengths_Q[:, None]
+    # A NaN score (a broken request) must not leave slots unwritten: it ranks last.
+    scores_QS = scores_QS.nan_to_num(nan=-torch.inf).masked_fill_(hidden, -torch.inf)
+    threshold_Q1 = scores_QS.topk(index_topk, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above_QS = scores_QS > threshold_Q1
+    tied_QS = scores_QS == threshold_Q1
+    wanted_Q1 = index_topk - above_QS.sum(-1, keepdim=True)
+    kept_QS = above_QS | (tied_QS & (tied_QS.cumsum(-1) <= wanted_Q1))
+    return kept_QS.nonzero()[:, 1].view(-1, index_topk).to(torch.int32)
+
+
+def _runs(request_T: list[int]) -> list[tuple[int, int]]:
+    """(first, last + 1) of each run of rows that belong to the same request."""
+    starts = [t for t, r in enumerate(request_T) if t == 0 or r != request_T[t - 1]]
+    return list(pairwise([*starts, len(request_T)]))
+
+
+@torch.library.custom_op("glm53::index_select", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _index_select(
+    q_TJG: Tensor,
+    weights_TJ: Tensor,
+    keys_NG: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    lengths_T: Tensor,
+    index_topk: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    num_heads = q_TJG.shape[1]
+    ramp_L = torch.arange(index_topk, dtype=torch.int32, device=q_TJG.device)
+    # Rows with at most index_topk visible keys keep them all and need no scores.
+    logical_TL = torch.where(ramp_L < lengths_T[:, None], ramp_L, -1)
+    requests, lengths = request_T.tolist(), lengths_T.tolist()
+    for first, last in _runs(requests):
+        scored = [t for t in range(first, last) if lengths[t] > index_topk]
+        while scored:
+            num_keys = max(lengths[t] for t in scored)
+            per_row = max(num_keys, num_heads * min(num_keys, TILE_KEYS))
+            rows, scored = (
+                scored[: max(1, TILE_ELEMENTS // per_row)],
+                scored[max(1, TILE_ELEMENTS // per_row) :],
+            )
+            row_ids = torch.tensor(rows, device=q_TJG.device)
+            scores_QS = _scores(
+                q_TJG[row_ids],
+                weights_TJ[row_ids],
+                keys_NG,
+                block_table_BP[requests[first]],
+                max(lengths[t] for t in rows),
+                page_size,
+                block_stride,
+            )
+            logical_TL[row_ids] = _select(scores_QS, lengths_T[row_ids], index_topk)
+    return logical_TL
+
+
+@_index_select.register_fake
+def _(
+    q_TJG: Tensor,
+    weights_TJ: Tensor,
+    keys_NG: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    lengths_T: Tensor,
+    index_topk: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    return q_TJG.new_empty((q_TJG.shape[0], index_topk), dtype=torch.int32)
+
+
+def index_select(
+    q_TJG: Tensor,
+    weights_TJ: Tensor,
+    keys_NG: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    lengths_T: Tensor,
+    *,
+    index_topk: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    """Positions that each row attends to, int32 [T, index_topk], ascending, padded with -1.
+
+    q_TJG: index queries after rope; weights_TJ: fp32 head weights with both scales folded in;
+    keys_NG: index keys; block_table_BP int32; request_T int32 (row of the block table; rows of
+    one request adjacent); lengths_T int32 (visible keys, 0 for padding rows).
+    """
+    if index_topk < 1:
+        raise ValueError(f"index_topk must be at least 1, got {index_topk}")
+    return _index_select(
+        q_TJG,
+        weights_TJ,
+        keys_NG,
+        block_table_BP,
+        request_T,
+        lengths_T,
+        index_topk,
+        page_size,
+        block_stride,
+    )
+
+
+def logical_to_physical_ref(
+    logical_TL: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    page_size: int,
+    block_stride: int,
+) -> tuple[Tensor, Tensor]:
+    """The semantics, one entry at a time."""
+    physical_TL = torch.full_like(logical_TL, -1)
+    table = block_table_BP.tolist()
+    for t, request in enumerate(request_T.tolist()):
+        for i, position in enumerate(logical_TL[t].tolist()):
+            page = position // page_size
+            if position >= 0 and page < len(table[request]) and table[request][page] >= 0:
+                physical_TL[t, i] = table[request][page] * block_stride + position % page_size
+    return physical_TL, (physical_TL >= 0).sum(-1, dtype=torch.int32)
+
+
+@torch.library.custom_op("glm53::logical_to_physical", mutates_args=())
+def _logical_to_physical(
+    logical_TL: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    page_size: int,
+    block_stride: int,
+) -> tuple[Tensor, Tensor]:
+    page_TL = torch.where(logical_TL < 0, -1, logical_TL // page_size)
+    inside_TL = (page_TL >= 0) & (page_TL < block_table_BP.shape[1])
+    table_TP = block_table_BP[request_T.long()]
+    block_TL = table_TP.gather(1, torch.where(inside_TL, page_TL, 0).long())
+    valid_TL = inside_TL & (block_TL >= 0)
+    physical_TL = torch.where(valid_TL, block_TL * block_stride + logical_TL % page_size, -1)
+    return physical_TL.to(torch.int32), valid_TL.sum(-1, dtype=torch.int32)
+
+
+@_logical_to_physical.register_fake
+def _(
+    logical_TL: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    page_size: int,
+    block_stride: int,
+) -> tuple[Tensor, Tensor]:
+    return (
+        logical_TL.new_empty(logical_TL.shape),
+        logical_TL.new_empty((logical_TL.shape[0],), dtype=torch.int32),
+    )
+
+
+def logical_to_physical(
+    logical_TL: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    *,
+    page_size: int,
+    block_stride: int,
+) -> tuple[Tensor, Tensor]:
+    """Rows [T, L] int32 that hold the positions `logical_TL`, and how many are valid [T] int32.
+
+    An entry is -1 where the position is negative, beyond the block table, or on a page that the
+    table marks as absent (negative).
+    """
+    return _logical_to_physical(logical_TL, block_table_BP, request_T, page_size, block_stride)
