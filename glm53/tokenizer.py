@@ -1,0 +1,300 @@
+"""Text to ids and back: the checkpoint's own tokenizer, incremental detokenising, stop strings.
+
+The only file that imports transformers, and only where a tokenizer is loaded. Everything here is
+host-side string work; nothing is read from a network and no code of a checkpoint runs.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm53.config import GLM53Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# What decoders put in place of bytes that are not (yet) UTF-8.
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json behind the calls this library needs.
+
+    `transformers_tokenizer` stays reachable for what only transformers does (chat templates).
+    """
+
+    def __init__(self, transformers_tokenizer: "PreTrainedTokenizerFast") -> None:
+        self.transformers_tokenizer = transformers_tokenizer
+        self._backend = transformers_tokenizer.backend_tokenizer
+        self._plain = None
+        added = transformers_tokenizer.added_tokens_decoder
+        self.control_ids: frozenset[int] = frozenset(added)
+        """Ids of every added token: those hidden by `skip_special_tokens`, and markup (`<think>`)
+        that tokenizer.json adds as visible text."""
+        self.special_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in added.items() if token.special
+        )
+        """Ids that `skip_special_tokens` leaves out."""
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "Tokenizer":
+        """Load `folder/tokenizer.json`, with tokenizer_config.json where there is one.
+
+        The class that tokenizer_config.json names is not looked up: tokenizer.json is complete
+        by itself, and so an unknown or remote class neither fails nor runs.
+
+        Raises:
+            FileNotFoundError: no tokenizer.json in `folder`.
+            ValueError: the files are there and cannot be read as a tokenizer.
+        """
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"no tokenizer.json in {str(folder)!r}")
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            loaded = PreTrainedTokenizerFast.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the Rust parser raises bare Exception
+            raise ValueError(f"tokenizer in {str(folder)!r} cannot be read: {error}") from error
+        return cls(loaded)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of named ids. The embedding may have more rows than that."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokenizer's own end id, if any. Decoding stops on `stop_token_ids`, a wider set."""
+        eos = self.transformers_tokenizer.eos_token_id
+        return frozenset({eos} if isinstance(eos, int) else ())
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of the token spelled `token`, None where the vocabulary has none."""
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Spelling of `token_id` in tokenizer.json, None for an unused embedding row."""
+        return self._backend.id_to_token(token_id)
+
+    def encode(self, text: str, allow_special: bool = True) -> list[int]:
+        """Ids of `text`.
+
+        With `allow_special` this is transformers' `tokenizer.encode(text)`: control tokens spelled
+        out in the text become their ids, and whatever tokenizer.json's post-processor adds is
+        added (nothing, for GLM-5.x). Without it no added token is looked for in the text or added
+        to it: what a user typed into a chat stays text, even where it is spelled like a role
+        marker or like markup (`<think>`), special or not.
+
+        Raises:
+            ValueError: `text` is not a str.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r}: must be a str, not {type(text).__name__}")
+        if allow_special:
+            return self._backend.encode(text).ids
+        return self._without_control_tokens().encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Text of `ids`. Ids that name no token (unused embedding rows) give no text.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def _without_control_tokens(self) -> Any:
+        """The same tokenizer with no added tokens to look for. Built once, on first use."""
+        if self._plain is None:
+            data = json.loads(self._backend.to_str())
+            data["added_tokens"] = []
+            self._plain = type(self._backend).from_str(json.dumps(data))
+        return self._plain
+
+
+class IncrementalDetokenizer:
+    """Ids in, text out, as soon as it is certain; the pieces add up to the decoded whole.
+
+    Decoding id by id is wrong in two ways: a character may be spread over several ids, and a
+    token's text may depend on its left neighbour (a leading space, a run of bytes). So a short
+    window of ids is decoded again at each step. It starts where an earlier piece ended cleanly,
+    and what has been sent of it is known, so a step costs the same at any length. Replacement
+    characters at the end are held back: more bytes may turn them into a character. A real U+FFFD
+    is sent with the text that follows it, or by `finish`.
+
+    `prompt_tail` (the last few ids of the prompt are enough) is left context: its text is not
+    repeated, but a character that it leaves unfinished is sent whole.
+    """
+
+    # A valid character needs at most 4 ids, so a window that long is a run of broken bytes.
+    _MAX_WINDOW = 32
+    _KEPT = 8
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_tail: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        window = self._visible(prompt_tail)
+        cut, unfinished = self._character_bounds(window)
+        self._window = window[cut:]
+        self._sent = tokenizer.decode(self._window)
+        self._clean = len(self._window) - unfinished
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that `ids` complete, perhaps none."""
+        new = self._visible(ids)
+        if not new:
+            return ""
+        self._window += new
+        text = self._tokenizer.decode(self._window)
+        settled = text.rstrip(_REPLACEMENT)
+        if settled == text:
+            delta = self._advance(text)
+            self._trim(self._clean)
+        elif len(self._window) > self._MAX_WINDOW:
+            # UTF-8 resynchronises: only the last replacement can still become a character.
+            delta = self._advance(text[:-1])
+            self._trim(max(0, len(self._window) - self._KEPT), held=1)
+        else:
+            delta = self._advance(settled) if settled.startswith(self._sent) else ""
+        return delta
+
+    def finish(self) -> str:
+        """What is still held back: text that ends within a character, as U+FFFD."""
+        return self._advance(self._tokenizer.decode(self._window))
+
+    def _visible(self, ids: Iterable[int]) -> list[int]:
+        # A decoder drops such ids itself, but a window of nothing else would give no context.
+        name = self._tokenizer.id_to_token
+        return [i for i in map(int, ids) if i not in self._skipped and name(i) is not None]
+
+    def _character_bounds(self, ids: list[int]) -> tuple[int, int]:
+        """How many ids at the start and at the end of a prompt's tail are parts of characters."""
+        # Where the text itself begins with U+FFFD no start looks whole. Then any start will do:
+        # only byte-fallback decoders, which spoil a run of bytes as a whole, need a right one.
+        for whole_start in (True, False):
+            for end, start in itertools.product(range(4), range(4)):
+                part = ids[start : max(start, len(ids) - end)]
+                text = self._tokenizer.decode(part)
+                edges = text[-1:] + (text[:1] if whole_start else "")
+                if (text or not part) and _REPLACEMENT not in edges:
+                    return min(start, len(ids)), min(end, len(ids))
+        return 0, 0
+
+    def _advance(self, text: str) -> str:
+        """Mark `text` (of the window) as sent, and return the part that was not."""
+        sent = self._sent
+        if not text.startswith(sent):
+            # What was no character at the end of the prompt has become one. Its U+FFFD goes, and
+            # where a decoder spoils a whole run of bytes, the end of the whole characters counts.
+            while sent.endswith(_REPLACEMENT) and not text.startswith(sent):
+                sent = sent[:-1]
+            settled = self._tokenizer.decode(self._window[: self._clean])
+            sent = max(filter(text.startswith, (sent, settled)), key=len, default=sent)
+        if not text.startswith(sent):
+            # Byte-fallback decoders take back a whole run of bytes when a bad one follows.
+            self._window, self._clean, sent = self._window[self._clean :], 0, ""
+            text = self._tokenizer.decode(self._window)
+        self._sent = text
+        return text[len(sent) :]
+
+    def _trim(self, start: int, held: int = 0) -> None:
+        """Drop the window's ids before `start`; of its text the last `held` characters wait."""
+        window = self._window[start:]
+        text = self._tokenizer.decode(window)
+        self._window, self._sent = window, text[: len(text) - held]
+        self._clean = 0 if held else len(self._window)
+
+
+class StopStrings:
+    """Streaming search for stop strings in text deltas.
+
+    Text is held back only while it may be the beginning of a stop string: the longest suffix that
+    is a proper prefix of one. The match that ends first wins; of several that end at the same
+    character, the longest. So the result does not depend on how the text was cut into deltas.
+
+    Args:
+        stops: non-empty strings; no string at all means that everything passes at once.
+        include_stop: whether the emitted text ends with the stop string or just before it.
+
+    Raises:
+        ValueError: an empty stop string, or one `str` in place of a sequence.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+            raise ValueError(f"stop={stops!r}: must be a sequence of non-empty strings")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._longest = max(map(len, self._stops), default=1)
+        self._include_stop = include_stop
+        self._held = ""
+        self._stopped = False
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add `text`: what may be shown now, and the stop string that was completed, if one was.
+
+        After a match the rest of `text` is dropped, and nothing may be pushed any more.
+        """
+        assert not self._stopped, "text pushed after a stop string"
+        text = self._held + text
+        ends = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
+        if ends:
+            end, negative_length, stop = min(ends)
+            self._held, self._stopped = "", True
+            return text[: end if self._include_stop else end + negative_length], stop
+        start = next(
+            i
+            for i in range(max(0, len(text) - self._longest + 1), len(text) + 1)
+            if i == len(text) or any(s.startswith(text[i:]) for s in self._stops)
+        )
+        self._held = text[start:]
+        return text[:start], None
+
+    def flush(self) -> str:
+        """The held text, when generation ended for another reason. Nothing after a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+def stop_token_ids(
+    config: GLM53Config,
+    generation_config: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+    extra: Iterable[int] = (),
+) -> frozenset[int]:
+    """Every id that ends a completion: the union of all that name one.
+
+    Args:
+        config: its `eos_token_id`.
+        generation_config: generation_config.json as a dict; `eos_token_id` an int, a list or null.
+        tokenizer: its own end id.
+        extra: the caller's ids.
+
+    Raises:
+        ValueError: an id that is not an integer in the vocabulary, with its source.
+    """
+    named = (generation_config or {}).get("eos_token_id")
+    sources = {
+        "eos_token_id": config.eos_token_id,
+        "generation_config.eos_token_id": () if named is None else named,
+        "tokenizer.eos_token_id": tokenizer.eos_token_ids if tokenizer else (),
+        "stop_token_ids": extra,
+    }
+    ids: set[int] = set()
+    for name, values in sources.items():
+        for value in [values] if isinstance(values, int) else values:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r}: must be a token id")
+            if not 0 <= value < config.vocab_size:
+                raise ValueError(f"{name}={value!r}: must be below {config.vocab_size}")
+            ids.add(value)
+    return frozenset(ids)
