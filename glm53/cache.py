@@ -20,7 +20,7 @@ PAGE_SIZE = 64  # tokens; the block size of the sparse MLA and index-logits kern
 
 
 class LayerCache(NamedTuple):
-    """latent [num_pages * PAGE_SIZE, kv_lora_rank + qk_rope_head_dim]; index_keys [.., G] or None."""
+    """latent [slots, kv_lora_rank + qk_rope_head_dim]; index_keys [slots, index_head_dim]."""
 
     latent: Tensor
     index_keys: Tensor | None

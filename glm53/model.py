@@ -147,18 +147,18 @@ class Attention(nn.Module):
         # Later draft steps of the MTP layer take back the selection that its first step made. A
         # full layer of the main model is handed its neighbour's and must not use it.
         self.takes_selection = not full or layer_idx == config.mtp_layer
-        heads, bias = config.num_attention_heads, config.attention_bias
+        heads = config.num_attention_heads
         latent_dim = config.kv_lora_rank + config.qk_rope_head_dim
-        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=bias)
+        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
         self.q_b_proj = nn.Linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, latent_dim, bias=bias)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, latent_dim, bias=False)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
         # Per head qk_nope_head_dim rows of W_UK, then v_head_dim rows of W_UV.
         self.kv_b_proj = nn.Linear(
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
         )
-        self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
         self.indexer = Indexer(config) if full else None
 
     def _select(

@@ -179,6 +179,8 @@ class IncrementalDetokenizer:
 
     def _character_bounds(self, ids: list[int]) -> tuple[int, int]:
         """How many ids at the start and at the end of a prompt's tail are parts of characters."""
+        if not ids:
+            return 0, 0
         # Where the text itself begins with U+FFFD no start looks whole. Then any start will do:
         # only byte-fallback decoders, which spoil a run of bytes as a whole, need a right one.
         for whole_start in (True, False):
@@ -186,9 +188,10 @@ class IncrementalDetokenizer:
                 part = ids[start : max(start, len(ids) - end)]
                 text = self._tokenizer.decode(part)
                 edges = text[-1:] + (text[:1] if whole_start else "")
-                if (text or not part) and _REPLACEMENT not in edges:
-                    return min(start, len(ids)), min(end, len(ids))
-        return 0, 0
+                if text and _REPLACEMENT not in edges:
+                    return start, end
+        # Nothing whole: few ids may all belong to one character that the next ids complete.
+        return 0, len(ids) if len(ids) < 4 else 0
 
     def _advance(self, text: str) -> str:
         """Mark `text` (of the window) as sent, and return the part that was not."""

@@ -153,6 +153,13 @@ def test_prompt_tail_is_context_and_not_repeated(byte_level, text, at):
     assert shown.removesuffix(unfinished) + rest == prefix + text
 
 
+@pytest.mark.parametrize("known", [1, 2, 3])
+def test_prompt_that_is_nothing_but_part_of_a_character(byte_level, known):
+    ids = _bytes_to_ids(byte_level, list("😀!".encode()))
+    detokenizer = IncrementalDetokenizer(byte_level, prompt_tail=ids[:known])
+    assert detokenizer.push(ids[known:]) == "😀!"
+
+
 def test_four_byte_emoji_comes_whole(byte_level):
     detokenizer = IncrementalDetokenizer(byte_level)
     ids = _bytes_to_ids(byte_level, list("😀!".encode()))

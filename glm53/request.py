@@ -1,0 +1,199 @@
+"""One completion being generated: its tokens, its text, and why it ends. Host side only."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from glm53.sampling import SamplerState, SamplingParams
+from glm53.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Logprobs = dict[int, float]
+
+# Left context that a detokeniser needs to decode the first new token as it would the whole text.
+_PROMPT_TAIL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """ttft: seconds from adding the request to its first token (None: no token came);
+    tokens_per_second: over the tokens after the first; preemptions: how often its pages were taken
+    and its tokens recomputed; drafted, accepted: speculative tokens."""
+
+    ttft: float | None = None
+    tokens_per_second: float | None = None
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished completion.
+
+    token_ids: new tokens; the stop id that ended them is the last. text: their text without the
+    stop id or stop string, unless include_stop. finish_reason "stop" (stop_reason: the id or the
+    string), "length" (max_new_tokens, or the model's context), "cancelled", or "error" (error: the
+    message). logprobs: one {id: log-probability} per new token, if asked for. prompt_logprobs: one
+    per prompt token, None for the first. index: which of the `n` completions of the prompt.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one completion; `completion` is set in the last one."""
+
+    request_id: int
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[Logprobs, ...] | None = None
+    completion: Completion | None = None
+
+
+class Request:
+    """State of one completion between steps.
+
+    `tokens` is prompt and output; `num_computed` of them have their keys in `pages`.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        index: int,
+        prompt_ids: Sequence[int],
+        sampler: SamplerState,
+        *,
+        eos_ids: frozenset[int],
+        tokenizer: Tokenizer | None,
+        max_tokens: int,
+        prompt_only: bool = False,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> None:
+        """max_tokens: limit of prompt and output together, the model's or the caller's.
+        prompt_only: ends, as "length", when the prompt is computed."""
+        self.request_id = request_id
+        self.index = index
+        self.tokens = list(prompt_ids)
+        self.prompt_length = len(self.tokens)
+        self.sampler = sampler
+        self.params: SamplingParams = sampler.params
+        self.max_tokens = max_tokens
+        self.prompt_only = prompt_only
+        self.on_delta = on_delta
+        self.num_computed = 0
+        self.pages: list[int] = []
+        self.preemptions = 0
+        self.prompt_logprobs: list[Logprobs | None] = [None]
+        self._logprobs: list[Logprobs] = []
+        self._text: list[str] = []
+        self._stop_ids = frozenset(self.params.stop_token_ids or ())
+        if not self.params.ignore_eos:
+            self._stop_ids |= eos_ids
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, prompt_tail=self.tokens[-_PROMPT_TAIL:]
+            )
+        include_stop = bool(self.params.include_stop)
+        self._stop_strings = StopStrings(tuple(self.params.stop or ()), include_stop)
+        self._added_at = time.perf_counter()
+        self._first_at = self._last_at = None
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose keys are not in the cache yet; 1 for a request that decodes."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    def accept(self, token_id: int, logprobs: Logprobs | None) -> Delta:
+        """Add a sampled token; the delta says whether it was the last."""
+        self._last_at = time.perf_counter()
+        self._first_at = self._first_at or self._last_at
+        self.tokens.append(token_id)
+        self.sampler.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if token_id in self._stop_ids:
+            return self._finish("stop", token_id, new_ids=(token_id,))
+        text, stop = self._show(self._detokenizer.push([token_id]) if self._detokenizer else "")
+        if stop is not None:
+            return self._finish("stop", stop, text, (token_id,))
+        if len(self.tokens) >= self.max_tokens:
+            return self._finish("length", None, text, (token_id,))
+        return self._delta(text, (token_id,))
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
+        """End the request for a reason that is not a token."""
+        return self._finish(reason, None, error=error)
+
+    def _show(self, text: str) -> tuple[str, str | None]:
+        # A stop string that lies before min_new_tokens does not stop, so it is not looked for.
+        if self.sampler.output_length < (self.params.min_new_tokens or 0):
+            return text, None
+        return self._stop_strings.push(text)
+
+    def _finish(
+        self,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        text: str = "",
+        new_ids: tuple[int, ...] = (),
+        error: str | None = None,
+    ) -> Delta:
+        if not isinstance(stop_reason, str):
+            tail, stop = self._show(self._detokenizer.finish() if self._detokenizer else "")
+            text += tail + self._stop_strings.flush()
+            if stop is not None and reason == "length":
+                reason, stop_reason = "stop", stop
+        if isinstance(stop_reason, int) and self.params.include_stop and self._tokenizer:
+            text += self._tokenizer.decode([stop_reason])
+        delta = self._delta(text, new_ids)
+        completion = Completion(
+            prompt_token_ids=tuple(self.tokens[: self.prompt_length]),
+            token_ids=tuple(self.tokens[self.prompt_length :]),
+            text="".join(self._text),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+            logprobs=None if self.params.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None,
+            metrics=self._metrics(),
+            index=self.index,
+        )
+        return Delta(
+            delta.request_id, delta.index, delta.token_ids, delta.text, delta.logprobs, completion
+        )
+
+    def _delta(self, text: str, new_ids: tuple[int, ...]) -> Delta:
+        self._text.append(text)
+        asked = self.params.logprobs is not None
+        logprobs = tuple(self._logprobs[len(self._logprobs) - len(new_ids) :]) if asked else None
+        return Delta(self.request_id, self.index, new_ids, text, logprobs)
+
+    def _metrics(self) -> Metrics:
+        if self._first_at is None or self._last_at is None:
+            return Metrics(preemptions=self.preemptions)
+        later = len(self.tokens) - self.prompt_length - 1
+        seconds = self._last_at - self._first_at
+        return Metrics(
+            ttft=self._first_at - self._added_at,
+            tokens_per_second=later / seconds if later and seconds else None,
+            preemptions=self.preemptions,
+        )
