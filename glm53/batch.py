@@ -7,10 +7,19 @@ same way, see `glm53.ops.index_select`: block_table[r, p // page_size] * block_s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from glm53.config import GLM53Config
+
+
+def block_table(pages: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    """int32 [B, P]: the pages of each request, -1 after its last."""
+    width = max(map(len, pages))
+    rows = [[*row, *[-1] * (width - len(row))] for row in pages]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -75,17 +84,37 @@ class Batch:
             for tokens, start, pages in requests
             for p in range(start, start + len(tokens))
         ]
-        width = max(len(pages) for _, _, pages in requests)
-        table = [list(pages) + [-1] * (width - len(pages)) for _, _, pages in requests]
         return cls(
             input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             request=torch.tensor(request, dtype=torch.int32, device=device),
             lengths=torch.tensor(positions, dtype=torch.int32, device=device) + 1,
             slots=torch.tensor(slots, dtype=torch.int64, device=device),
-            block_table=torch.tensor(table, dtype=torch.int32, device=device),
+            block_table=block_table([pages for _, _, pages in requests], device),
             page_size=page_size,
             block_stride=page_size,
+        )
+
+    def select(self, rows: Tensor) -> "Batch":
+        """Some rows, by index [R]; those of one request must stay adjacent."""
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            positions=self.positions[rows],
+            request=self.request[rows],
+            lengths=self.lengths[rows],
+            slots=self.slots[rows],
+        )
+
+    def advance(self, steps: int) -> "Batch":
+        """The rows `steps` positions later in their requests; their pages must exist."""
+        positions = self.positions + steps
+        pages = self.block_table[self.request.long(), positions // self.page_size].long()
+        return replace(
+            self,
+            positions=positions,
+            lengths=self.lengths + steps,
+            slots=pages * self.block_stride + positions % self.page_size,
         )
 
 
@@ -113,3 +142,55 @@ class Trace:
 
     selections: dict[int, Tensor] = field(default_factory=dict)
     experts: dict[int, Tensor] = field(default_factory=dict)
+
+    def check(self, batch: Batch, config: GLM53Config) -> None:
+        """ValueError, naming the layer, unless a forward of `batch` could have recorded this.
+
+        Reads values on the host. Nothing below checks: a position that the row cannot see would
+        leak the future, an expert id out of range would silently contribute nothing.
+        """
+        for layer, logical_TL in self.selections.items():
+            name = f"selections[{layer}]"
+            if layer not in config.full_layers:
+                raise ValueError(f"{name}: full layers are {list(config.full_layers)}")
+            _check_decisions(name, logical_TL, batch, config.index_topk, torch.int32)
+            visible_TL = (logical_TL >= -1) & (logical_TL < batch.lengths[:, None])
+            if not visible_TL.all():
+                t = int((~visible_TL).any(1).nonzero()[0])
+                raise ValueError(
+                    f"{name}: row {t} sees {int(batch.lengths[t])} positions and selects "
+                    f"{logical_TL[t].tolist()}"
+                )
+            now_TL, then_TL = logical_TL[:, :-1], logical_TL[:, 1:]
+            ordered_TL = (then_TL == -1) | ((now_TL >= 0) & (then_TL > now_TL))
+            if not ordered_TL.all():
+                t = int((~ordered_TL).any(1).nonzero()[0])
+                raise ValueError(
+                    f"{name}: positions must ascend, with -1 after the last; row {t} is "
+                    f"{logical_TL[t].tolist()}"
+                )
+        moe_layers = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+        for layer, ids_TK in self.experts.items():
+            name = f"experts[{layer}]"
+            if layer not in moe_layers:
+                raise ValueError(f"{name}: MoE layers are {moe_layers}")
+            _check_decisions(name, ids_TK, batch, config.num_experts_per_tok, torch.int64)
+            known_TK = (ids_TK >= 0) & (ids_TK < config.n_routed_experts)
+            if not known_TK.all():
+                t = int((~known_TK).any(1).nonzero()[0])
+                raise ValueError(
+                    f"{name}: expert ids must be in [0, {config.n_routed_experts}), row {t} is "
+                    f"{ids_TK[t].tolist()}"
+                )
+
+
+def _check_decisions(
+    name: str, decisions: Tensor, batch: Batch, width: int, dtype: torch.dtype
+) -> None:
+    expected = (batch.input_ids.shape[0], width)
+    if decisions.shape != expected:
+        raise ValueError(f"{name}: shape must be {expected}, got {tuple(decisions.shape)}")
+    if decisions.dtype != dtype:
+        raise ValueError(f"{name}: dtype must be {dtype}, got {decisions.dtype}")
+    if decisions.device != batch.input_ids.device:
+        raise ValueError(f"{name}: device must be {batch.input_ids.device}, got {decisions.device}")

@@ -10,8 +10,8 @@ the rows that the indexer selected; without a cache those rows are the ones just
 
 Shape suffixes (docs/shapes.md): T tokens, D hidden, H heads, N nope head dim, R rope head dim,
 V value head dim, Q q_lora_rank, C kv_lora_rank, J index heads, G index head dim, L selected
-positions, E experts, K experts per token, F expert intermediate, B requests, S sequence,
-W vocabulary.
+positions, X cache row (C + R), Y query head (N + R), M rows of a key tensor, E experts, K experts
+per token, F expert intermediate, B requests, S sequence, W vocabulary.
 """
 
 import torch
@@ -25,6 +25,7 @@ from glm53.ops import (
     cache_write,
     index_select,
     logical_to_physical,
+    no_autocast,
     routed_experts,
     sparse_mla,
 )
@@ -123,7 +124,9 @@ class Indexer(nn.Module):
         q_TJG = self.wq_b(q_latent_TQ).unflatten(-1, (self.config.index_n_heads, -1))
         q_TJG = self._rope(q_TJG, cos[:, None], sin[:, None])
         # fp32 from the projection on: rounding a head weight to bf16 reorders near ties.
-        weights_TJ = F.linear(x_TD.float(), self.weights_proj.weight.float()) * self.weight_scale
+        with no_autocast(x_TD):
+            weights_TJ = F.linear(x_TD.float(), self.weights_proj.weight.float())
+        weights_TJ = weights_TJ * self.weight_scale
         return index_select(
             q_TJG,
             weights_TJ,
@@ -203,13 +206,13 @@ class Attention(nn.Module):
             [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
         )
         k_pe_TR = rope(k_pe_TR, cos, sin, config.rope_interleave)
-        rows_NX = torch.cat((self.kv_a_layernorm(latent_TC), k_pe_TR), dim=-1)
+        rows_MX = torch.cat((self.kv_a_layernorm(latent_TC), k_pe_TR), dim=-1)
         if cache is not None:
-            cache_write(rows_NX, batch.slots, cache.latent)
-            rows_NX = cache.latent
+            cache_write(rows_MX, batch.slots, cache.latent)
+            rows_MX = cache.latent
 
-        q_THX = self.q_b_proj(q_latent_TQ).unflatten(-1, (config.num_attention_heads, -1))
-        q_nope_THN, q_pe_THR = q_THX.split(
+        q_THY = self.q_b_proj(q_latent_TQ).unflatten(-1, (config.num_attention_heads, -1))
+        q_nope_THN, q_pe_THR = q_THY.split(
             [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1
         )
         q_pe_THR = rope(q_pe_THR, cos[:, None], sin[:, None], config.rope_interleave)
@@ -227,7 +230,7 @@ class Attention(nn.Module):
             selection = self._select(x_TD, q_latent_TQ, table, batch, cache, record, replay)
         out_THC, _ = sparse_mla(
             torch.cat((q_latent_THC, q_pe_THR), dim=-1),
-            rows_NX,
+            rows_MX,
             selection.physical,
             selection.counts,
             value_dim=config.kv_lora_rank,
@@ -281,7 +284,7 @@ class Router(nn.Module):
         choice_TE = scores_TE + self.e_score_correction_bias
         if config.n_group > 1:
             grouped = choice_TE.unflatten(-1, (config.n_group, -1))
-            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            group_scores = grouped.topk(2, dim=-1).values.sum(-1)
             ranked = group_scores.sort(dim=-1, descending=True, stable=True).indices
             dropped = torch.ones_like(group_scores, dtype=torch.bool)
             dropped = dropped.scatter(-1, ranked[:, : config.topk_group], False)
@@ -291,7 +294,8 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Expert ids [T, K] (the given ones, if any) and their fp32 weights."""
-        scores_TE = F.linear(x_TD.float(), self.weight.float()).sigmoid()
+        with no_autocast(x_TD):
+            scores_TE = F.linear(x_TD.float(), self.weight.float()).sigmoid()
         if ids_TK is None:
             ids_TK = self.choose(scores_TE.detach())
         weights_TK = scores_TE.gather(-1, ids_TK)
@@ -434,7 +438,9 @@ class Decoder(nn.Module):
         record: Trace | None = None,
         replay: Trace | None = None,
     ) -> Tensor:
-        """Final-norm hidden states [T, D]."""
+        """Final-norm hidden states [T, D]. ValueError if replay does not fit the batch."""
+        if replay is not None:
+            replay.check(batch, self.config)
         table = rope_table(batch.positions, self.config)
         x_TD, residual_TD, selection = self.embed_tokens(batch.input_ids), None, None
         for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
@@ -504,11 +510,13 @@ class Transformer(nn.Module):
         """Logits [B, S, W] of a dense batch, without a cache; differentiable.
 
         attention_mask [B, S]: 1 for tokens, 0 for padding on either side (padding rows get logits
-        0). logits_to_keep: only the last so many positions, 0 for all. labels [B, S]: also return
-        the loss, as (loss, logits): mean cross entropy in fp32 of labels[:, 1:] given the tokens
-        before, -100 ignored. record / replay: see Trace; rows are the unmasked tokens in order.
+        0). logits_to_keep: only the last so many positions, 0 for all. labels [B, S], integers:
+        also return the loss, as (loss, logits): mean cross entropy in fp32 of labels[:, 1:] given
+        the tokens before; -100 is ignored, and so is a label that is masked out or whose position
+        before is (NaN if nothing is left). record / replay: see Trace; rows are the unmasked
+        tokens in order. ValueError, naming the argument, for a wrong shape or value.
         """
-        _check_inputs(input_ids, attention_mask, labels, self.config)
+        _check_inputs(input_ids, attention_mask, labels, logits_to_keep, self.config)
         batch = Batch.uncached(input_ids, attention_mask)
         hidden_TD = self.model(batch, record=record, replay=replay)
         if attention_mask is None:
@@ -519,14 +527,20 @@ class Transformer(nn.Module):
         if labels is None:
             return self.lm_head(hidden_BSD[:, -logits_to_keep:])
         logits_BSW = self.lm_head(hidden_BSD)
-        loss = F.cross_entropy(
-            logits_BSW[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits_BSW.device)
-        )
+        targets_BS = labels[:, 1:].to(logits_BSW.device, torch.int64)
+        if attention_mask is not None:
+            mask_BS = attention_mask.to(logits_BSW.device).bool()
+            targets_BS = targets_BS.masked_fill(~(mask_BS[:, 1:] & mask_BS[:, :-1]), -100)
+        loss = F.cross_entropy(logits_BSW[:, :-1].flatten(0, 1).float(), targets_BS.flatten())
         return loss, logits_BSW[:, -logits_to_keep:]
 
 
 def _check_inputs(
-    input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None, config: GLM53Config
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor | None,
+    logits_to_keep: int,
+    config: GLM53Config,
 ) -> None:
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(f"input_ids must be a non-empty [B, S], got {tuple(input_ids.shape)}")
@@ -541,3 +555,13 @@ def _check_inputs(
                 f"{name} must have the shape of input_ids {tuple(input_ids.shape)}, "
                 f"got {tuple(tensor.shape)}"
             )
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep must be 0 (all) or a count, got {logits_to_keep}")
+    if labels is not None and (labels.is_floating_point() or labels.dtype == torch.bool):
+        raise ValueError(f"labels must be token ids (integers), got {labels.dtype}")
+    # An additive mask (0 for tokens, -inf for padding) would be understood the other way round.
+    if attention_mask is not None and not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError(
+            "attention_mask must hold 1 for tokens and 0 for padding and nothing else, got values "
+            f"from {attention_mask.min().item()} to {attention_mask.max().item()}"
+        )

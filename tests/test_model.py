@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm53.model import Transformer
+import glm53.model as model_module
+from glm53.batch import Batch, Trace
+from glm53.model import Transformer, rope_table
 from tests.reference import Reference
 from tests.tiny import randomise, tiny_config
 
@@ -118,6 +120,37 @@ def test_loss_is_shifted_cross_entropy(model):
     assert again == loss and kept.shape == (2, 1, 131)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_loss_of_padded_rows_is_that_of_runs_of_one(model, side):
+    """No token is scored against the zero logits of padding; labels on padding say nothing."""
+    lengths, width = (12, 24, 2), 24
+    ids, mask = _ids(3, width), _mask(side, width, lengths)
+    loss, _ = model(ids, mask, labels=ids)
+    total = 0.0
+    for row, length in enumerate(lengths):
+        alone = ids[row, mask[row].bool()][None]
+        total += (length - 1) * model(alone, labels=alone)[0].item()
+    assert loss.item() == pytest.approx(total / (sum(lengths) - 3), rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_label_behind_a_hole_is_ignored(model):
+    """It is not predicted by the position before it, and no other position has its logits."""
+    ids, mask = _ids(1, 20), torch.ones(1, 20)
+    mask[0, 9] = 0
+    ignored = ids.clone()
+    ignored[0, 9:11] = -100
+    assert model(ids, mask, labels=ids)[0] == model(ids, mask, labels=ignored)[0]
+    assert model(ids, mask, labels=ids)[0] != model(ids, labels=ids)[0]
+
+
+@torch.no_grad()
+def test_labels_may_be_int32(model):
+    ids = _ids(2, 12)
+    assert model(ids, labels=ids.int())[0] == model(ids, labels=ids)[0]
+
+
 @torch.no_grad()
 def test_loss_of_a_bf16_model_is_fp32(model):
     low = randomise(Transformer(tiny_config(), mtp=False)).to(torch.bfloat16)
@@ -149,9 +182,16 @@ def test_bf16_is_near_the_oracle_of_its_own_weights():
         (dict(input_ids=_ids(2, 5), attention_mask=torch.ones(2, 6)), "attention_mask"),
         (dict(input_ids=_ids(2, 5), attention_mask=torch.ones(5)), "attention_mask"),
         (dict(input_ids=_ids(2, 5), labels=_ids(2, 4)), "labels"),
+        (dict(input_ids=_ids(2, 5), labels=_ids(2, 5).float()), "labels"),
+        (dict(input_ids=_ids(2, 5), logits_to_keep=-1), "logits_to_keep"),
+        (dict(input_ids=_ids(1, 2), attention_mask=torch.tensor([[-torch.inf, 0.0]])), "1 for"),
+        (dict(input_ids=_ids(1, 2), attention_mask=torch.tensor([[-1e9, 0.0]])), "1 for"),
+        (dict(input_ids=_ids(1, 2), attention_mask=torch.tensor([[0.5, 1.0]])), "1 for"),
+        (dict(input_ids=_ids(1, 2), attention_mask=torch.tensor([[2, 1]])), "1 for"),
+        (dict(input_ids=_ids(1, 2), attention_mask=torch.tensor([[torch.nan, 1]])), "1 for"),
     ],
 )
-def test_wrong_shapes_name_the_argument(model, arguments, named):
+def test_wrong_arguments_are_named(model, arguments, named):
     with pytest.raises(ValueError, match=named):
         model(**arguments)
 
@@ -169,7 +209,7 @@ def test_tied_embeddings_are_one_parameter():
 
 
 def test_no_parameter_is_dead():
-    """Every parameter but the indexers' gets a gradient; every indexer decides something."""
+    """Every parameter but the indexers' gets a gradient; an indexer's only output is a choice."""
     model = randomise(Transformer(tiny_config(), mtp=False))
     model(_ids(4, 30)).sin().sum().backward()
     for name, parameter in model.named_parameters():
@@ -190,6 +230,53 @@ def test_trains_a_step_down():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[1] < losses[0]
+
+
+def test_trains_under_autocast():
+    """bf16 products in the dense layers; choices, attention and expert gradients keep fp32."""
+    model = randomise(Transformer(tiny_config(index_topk=64), mtp=False))
+    ids = _ids(2, 30)
+    trace = Trace()
+    expected, _ = model(ids, labels=ids, record=trace)
+    expected.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, logits = model(ids, labels=ids, replay=trace)
+        loss.backward()
+    assert logits.dtype == torch.bfloat16
+    assert loss.item() == pytest.approx(expected.item(), rel=0.05)
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            error = (parameter.grad - gradients[name]).norm() / gradients[name].norm()
+            assert error < 0.2, (name, error)
+
+
+@torch.no_grad()
+def test_autocast_does_not_reach_router_and_head_weights():
+    """Both are fp32 on purpose: in bf16 near ties are decided by rounding."""
+    model = randomise(Transformer(tiny_config(), mtp=False))
+    layer, x = model.model.layers[1], torch.randn(40, 60)
+    heads = []
+    plain = model_module.index_select
+
+    def spy(q, weights, *args, **kwargs):
+        heads.append(weights)
+        return plain(q, weights, *args, **kwargs)
+
+    batch = Batch.uncached(_ids(1, 40), None)
+    arguments = (torch.randn(40, 36), rope_table(batch.positions, model.config), batch, None)
+    expected = layer.mlp.gate(x)
+    model_module.index_select = spy
+    try:
+        layer.self_attn.indexer(x, *arguments)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = layer.mlp.gate(x)
+            layer.self_attn.indexer(x, *arguments)
+    finally:
+        model_module.index_select = plain
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert torch.equal(heads[0], heads[1])
 
 
 def test_gradients_with_frozen_experts_are_the_same(model):

@@ -101,6 +101,70 @@ def test_later_steps_may_reuse_the_first_steps_selection():
 
 
 @torch.no_grad()
+def test_selection_rows_of_the_requests_that_stay_are_kept():
+    """Request 1 is dropped after the first step: 0 and 2 keep the seed that was theirs."""
+    config, model, _, _ = _setup(4)
+    lengths, pages = (LENGTH, 15, 40), ([4], [0], [2])
+    tokens = [torch.randint(config.vocab_size, (n + 3,)).tolist() for n in lengths]
+
+    def draft(requests, kept):
+        """Drafts of steps 0, 1, 2 per request of `kept`, and the selection of step 0."""
+        cache = KVCache(config, 5, mtp=True, dtype=torch.float32)
+        for layer in cache.layers:
+            for tensor in layer:
+                if tensor is not None:
+                    tensor.fill_(torch.nan)
+        batch = Batch.paged([(tokens[r][: lengths[r]], 0, pages[r]) for r in requests], 64)
+        next_ids = torch.tensor([i for r in requests for i in tokens[r][1 : lengths[r] + 1]])
+        drafted, seed = model.draft(next_ids, model.model(batch, cache), batch, cache)
+        last = torch.tensor([lengths[r] for r in requests]).cumsum(0) - 1
+        rows = last[[requests.index(r) for r in kept]]
+        drafted, batch, steps = drafted[rows], batch.select(rows), []
+        seed = Selection(seed.logical[rows], seed.physical[rows], seed.counts[rows])
+        for step in (1, 2):
+            steps.append(drafted)
+            batch = batch.advance(1)
+            ids = torch.tensor([tokens[r][lengths[r] + step] for r in kept])
+            drafted, used = model.draft(ids, drafted, batch, cache, seed)
+            assert used is seed
+        return torch.stack([*steps, drafted], 1), seed
+
+    together, seed = draft([0, 1, 2], [0, 2])
+    for i, r in enumerate((0, 2)):
+        alone, own = draft([r], [r])
+        assert torch.equal(seed.logical[i], own.logical[0])
+        _close(together[i], alone[0].double())
+    assert not torch.equal(seed.logical[0], seed.logical[1])
+
+
+@torch.no_grad()
+def test_a_copy_of_the_hidden_state_drafts_what_the_head_says_of_it():
+    """eh_proj takes the hidden half and the block adds nothing: the draft is a known one."""
+    config, model, ids, batch = _setup(6)
+    layer = model.model.layers[config.mtp_layer]
+    layer.eh_proj.weight.zero_()
+    layer.eh_proj.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.experts.down_proj.zero_()
+    layer.mlp.shared_experts.down_proj.weight.zero_()
+    hidden = model.model(batch)
+
+    def norm(x, weight):
+        return weight.double() * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+
+    head = model.lm_head.weight.double()
+    expected = norm(norm(hidden.double(), layer.hnorm.weight), layer.shared_head.norm.weight)
+    drafted, _ = model.draft(ids[1:], hidden, batch)
+    _close(drafted, expected)
+    _close(model.lm_head(drafted), expected @ head.T)
+    # With weights of one the norms only scale: the layer repeats the model's own next token.
+    layer.hnorm.weight.fill_(1), layer.shared_head.norm.weight.fill_(1)
+    repeated = model.lm_head(model.draft(ids[1:], hidden, batch)[0])
+    assert torch.equal(repeated.argmax(-1), model.lm_head(hidden).argmax(-1))
+    assert repeated.argmax(-1).unique().numel() > 3
+
+
+@torch.no_grad()
 def test_output_is_normed_exactly_once():
     _, model, ids, batch = _setup()
     norm, calls = model.model.layers[-1].shared_head.norm, []

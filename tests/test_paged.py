@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import glm53.model as model_module
 from glm53.batch import Batch, Trace
 from glm53.cache import PAGE_SIZE, KVCache
 from glm53.model import Transformer
@@ -42,12 +43,12 @@ def poisoned_cache(config, num_pages=7):
     return cache
 
 
-def run(model, requests, steps, cache=None):
+def run(model, requests, steps, cache=None, pages=PAGES):
     """Hidden states per request; steps: lists of (request, how many rows) in batch order."""
     cache = poisoned_cache(model.config) if cache is None else cache
     done, outputs = [0] * len(requests), [[] for _ in requests]
     for step in steps:
-        rows = [(requests[r][done[r] : done[r] + count], done[r], PAGES[r]) for r, count in step]
+        rows = [(requests[r][done[r] : done[r] + count], done[r], pages[r]) for r, count in step]
         parts = model.model(Batch.paged(rows, PAGE_SIZE), cache).split([len(t) for t, _, _ in rows])
         for (r, count), part in zip(step, parts, strict=True):
             done[r] += count
@@ -71,17 +72,73 @@ def test_chunks_of_one_request(model, requests, cold, size):
     assert_equal(model, run(model, requests, steps)[0], cold[0])
 
 
-@pytest.mark.parametrize("size", [5, 64, 1000])
-@torch.no_grad()
-def test_chunks_of_three_requests_in_one_batch(model, requests, cold, size):
+def _shared_steps(lengths, size):
     """Requests end at different steps; their chunks share a batch while they last."""
-    chunks = [_chunks(n, size) for n in LENGTHS]
-    steps = [
-        [(r, chunks[r][i]) for r in (2, 0, 1) if i < len(chunks[r])]
+    chunks = [_chunks(n, size) for n in lengths]
+    order = sorted(range(len(lengths)), key=lambda r: (r + 1) % 3)
+    return [
+        [(r, chunks[r][i]) for r in order if i < len(chunks[r])]
         for i in range(max(map(len, chunks)))
     ]
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 1000])
+@torch.no_grad()
+def test_chunks_of_three_requests_in_one_batch(model, requests, cold, size):
+    steps = _shared_steps(LENGTHS, size)
     for got, expected in zip(run(model, requests, steps), cold, strict=True):
         assert_equal(model, got, expected)
+
+
+def _smallest_gap(monkeypatch, model, ids):
+    """Of all rows and full layers: score gap at the cut, relative to the row's largest score.
+
+    A row alone and a row among others are rounded differently, which may decide a smaller gap.
+    """
+    gaps, index_select = [], model_module.index_select
+    topk = model.config.index_topk
+
+    def spy(q, weights, keys, *args, **kwargs):
+        dots = torch.einsum("tjg,sg->tjs", q.double(), keys.double()).relu()
+        scores = torch.einsum("tj,tjs->ts", weights.double(), dots)
+        for t in range(topk, len(ids)):
+            ranked = scores[t, : t + 1].sort(descending=True).values
+            gaps.append(((ranked[topk - 1] - ranked[topk]) / ranked.abs().max()).item())
+        return index_select(q, weights, keys, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_module, "index_select", spy)
+        model.model(Batch.uncached(torch.tensor([ids]), None))
+    return min(gaps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("num_requests", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@torch.no_grad()
+def test_long_grid(monkeypatch, seed, num_requests, flags):
+    """Expert groups, both rope pairings of attention and indexer, every chunk size."""
+    config = tiny_config(
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        rope_interleave=flags[0],
+        indexer_rope_interleave=flags[1],
+    )
+    model = randomise(Transformer(config, mtp=False), 20 + seed).eval()
+    lengths = [LENGTHS[(r + seed) % 3] - seed - r for r in range(num_requests)]
+    requests = [torch.randint(131, (n,)).tolist() for n in lengths]
+    for r, length in enumerate(lengths):
+        while _smallest_gap(monkeypatch, model, requests[r]) < 1e-6:
+            requests[r] = torch.randint(131, (length,)).tolist()
+    pages = [PAGES[2], [4, 6, 1], [8, 3, 7]]
+    alone = [model.model(Batch.uncached(torch.tensor([ids]), None)) for ids in requests]
+    for size in (1, 5, 64, 1000):
+        cache = poisoned_cache(config, 9)
+        got = run(model, requests, _shared_steps(lengths, size), cache, pages)
+        for rows, expected in zip(got, alone, strict=True):
+            assert_equal(model, rows, expected)
 
 
 @torch.no_grad()

@@ -168,6 +168,21 @@ def test_logits(overrides, seed):
     assert relative_error(ours(ids, replay=replay), expected.logits) <= LOGIT_TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 14))
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+@torch.no_grad()
+def test_logits_of_more_seeds(overrides, seed):
+    """Other weights and lengths, and either attention implementation of transformers."""
+    config = tiny_config(**overrides)
+    ours, theirs = build(config, seed, attention="sdpa" if seed % 2 else "eager")
+    ids = torch.randint(config.vocab_size, (1 + seed % 3, 37 + 5 * seed))
+    expected = run_theirs(theirs, ids)
+    replay, near_ties = agreed_choices(ours, ids, expected)
+    assert near_ties < 0.02
+    assert relative_error(ours(ids, replay=replay), expected.logits) <= LOGIT_TOLERANCE
+
+
 @torch.no_grad()
 def test_the_router_bias_decides():
     """The offset of 7 is in both models: without it other experts are chosen."""

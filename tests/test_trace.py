@@ -100,6 +100,62 @@ def test_bf16_decisions_replayed_in_fp32(model):
         assert torch.equal(record.experts[layer], experts)
 
 
+def _selection(**rows):
+    """Every row selects itself; then the given rows."""
+    selection = torch.full((60, 7), -1, dtype=torch.int32)
+    selection[:, 0] = torch.arange(60) % 30
+    for name, row in rows.items():
+        selection[int(name[1:])] = torch.tensor(row, dtype=torch.int32)
+    return selection
+
+
+EXPERTS = torch.tensor([[0, 2, 5]]).repeat(60, 1)
+
+
+def _with_id(expert):
+    ids = EXPERTS.clone()
+    ids[8, 1] = expert
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (Trace({2: _selection()}), r"selections\[2\]: full layers are \[0, 1, 3\]"),
+        (Trace({4: _selection()}), r"selections\[4\]: full layers"),
+        (Trace({1: _selection()[:59]}), r"selections\[1\]: shape must be \(60, 7\)"),
+        (Trace({1: _selection()[:, :6]}), r"selections\[1\]: shape must be \(60, 7\)"),
+        (Trace({1: _selection().long()}), r"selections\[1\]: dtype must be torch.int32"),
+        (
+            Trace({3: _selection(t34=[0, 5, *[-1] * 5])}),
+            r"selections\[3\]: row 34 sees 5 positions and selects \[0, 5",
+        ),
+        (Trace({0: _selection(t7=[0, -2, *[-1] * 5])}), r"selections\[0\]: row 7 sees 8"),
+        (Trace({0: _selection(t7=[3, 2, *[-1] * 5])}), r"ascend.*row 7 is \[3, 2"),
+        (Trace({0: _selection(t7=[3, 3, *[-1] * 5])}), r"ascend.*row 7 is \[3, 3"),
+        (Trace({0: _selection(t7=[-1, 3, *[-1] * 5])}), r"ascend.*row 7 is \[-1, 3"),
+        (Trace({}, {0: EXPERTS}), r"experts\[0\]: MoE layers are \[1, 2, 3\]"),
+        (Trace({}, {1: EXPERTS[:, :2]}), r"experts\[1\]: shape must be \(60, 3\)"),
+        (Trace({}, {1: EXPERTS.int()}), r"experts\[1\]: dtype must be torch.int64"),
+        (Trace({}, {2: _with_id(6)}), r"experts\[2\]: expert ids .*\[0, 6\), row 8 is \[0, 6, 5\]"),
+        (Trace({}, {2: _with_id(-1)}), r"experts\[2\]: expert ids .* row 8 is \[0, -1, 5\]"),
+    ],
+)
+@torch.no_grad()
+def test_a_replay_that_does_not_fit_is_refused(model, trace, message):
+    """Also where a whole batch is replayed into the network without its head."""
+    with pytest.raises(ValueError, match=message):
+        model(IDS, replay=trace)
+    with pytest.raises(ValueError, match=message):
+        model.model(Batch.uncached(IDS, None), replay=trace)
+
+
+@torch.no_grad()
+def test_a_row_may_select_nothing(model):
+    replay = Trace({1: _selection(t7=[-1] * 7)}, {1: EXPERTS})
+    assert model(IDS, replay=replay).isfinite().all()
+
+
 def test_replay_is_differentiable(model):
     trace = Trace()
     loss, _ = model(IDS, labels=IDS, record=trace)

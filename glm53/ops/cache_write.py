@@ -3,34 +3,34 @@
 This is the one operator of the model that mutates an argument. Rows whose slot is negative
 (padding, or a page that another rank owns) leave every byte of the cache as it was.
 
-rows_TW [T, W], slots_T [T] int64, cache [N, W] with N slots; rows are cast to the cache's dtype.
+rows_TA [T, A], slots_T [T] int64, cache [M, A] with M slots; rows are cast to the cache's dtype.
 """
 
 import torch
 from torch import Tensor
 
 
-def cache_write_ref(rows_TW: Tensor, slots_T: Tensor, cache: Tensor) -> None:
+def cache_write_ref(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
     """The semantics, one row at a time."""
-    for row_W, slot in zip(rows_TW, slots_T.tolist(), strict=True):
+    for row_A, slot in zip(rows_TA, slots_T.tolist(), strict=True):
         if slot >= 0:
-            cache[slot] = row_W.to(cache.dtype)
+            cache[slot] = row_A.to(cache.dtype)
 
 
 @torch.library.custom_op("glm53::cache_write", mutates_args=("cache",))
-def _cache_write(rows_TW: Tensor, slots_T: Tensor, cache: Tensor) -> None:
+def _cache_write(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
     written = slots_T >= 0
-    cache.index_copy_(0, slots_T[written], rows_TW[written].to(cache.dtype))
+    cache.index_copy_(0, slots_T[written], rows_TA[written].to(cache.dtype))
 
 
 @_cache_write.register_fake
-def _(rows_TW: Tensor, slots_T: Tensor, cache: Tensor) -> None:
+def _(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
     return None
 
 
-def cache_write(rows_TW: Tensor, slots_T: Tensor, cache: Tensor) -> None:
+def cache_write(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
     """Store row t in slot slots_T[t] of cache, in place; negative slots are skipped.
 
     Slots of one call must be distinct. A slot past the end of the cache raises IndexError.
     """
-    _cache_write(rows_TW, slots_T, cache)
+    _cache_write(rows_TA, slots_T, cache)

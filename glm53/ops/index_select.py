@@ -27,6 +27,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from glm53.ops.no_autocast import no_autocast
+
 # fp32 elements of the largest [rows, heads, keys] and [rows, keys] temporaries: 8 MiB, which stays
 # in a last-level cache; it bounds memory, not results.
 TILE_ELEMENTS = 1 << 21
@@ -44,7 +46,7 @@ def rows_of_positions(
 def index_select_ref(
     q_TJG: Tensor,
     weights_TJ: Tensor,
-    keys_NG: Tensor,
+    keys_MG: Tensor,
     block_table_BP: Tensor,
     request_T: Tensor,
     lengths_T: Tensor,
@@ -58,7 +60,7 @@ def index_select_ref(
         positions = torch.arange(length)
         block_row_P = block_table_BP[request].cpu()
         rows = rows_of_positions(positions, block_row_P, page_size, block_stride)
-        keys_SG = keys_NG[rows.to(keys_NG.device)].float()
+        keys_SG = keys_MG[rows.to(keys_MG.device)].float()
         dots_JS = torch.relu(q_TJG[t].float() @ keys_SG.T)
         scores_S = (weights_TJ[t].float()[:, None] * dots_JS).sum(0)
         best = torch.sort(scores_S, descending=True, stable=True).indices[:index_topk]
@@ -67,40 +69,41 @@ def index_select_ref(
 
 
 def _scores(
-    q_QJG: Tensor,
-    weights_QJ: Tensor,
-    keys_NG: Tensor,
+    q_UJG: Tensor,
+    weights_UJ: Tensor,
+    keys_MG: Tensor,
     block_row_P: Tensor,
     num_keys: int,
     page_size: int,
     block_stride: int,
 ) -> Tensor:
-    """fp32 scores [Q, num_keys] of some rows of one request, in tiles over the keys."""
-    num_rows, num_heads, head_dim = q_QJG.shape
-    q_XG = q_QJG.float().reshape(num_rows * num_heads, head_dim)
-    weights_Q1J = weights_QJ.float().unsqueeze(1)
-    scores_QS = q_XG.new_empty(num_rows, num_keys)
-    for start in range(0, num_keys, TILE_KEYS):
-        positions = torch.arange(start, min(start + TILE_KEYS, num_keys), device=keys_NG.device)
-        rows = rows_of_positions(positions, block_row_P, page_size, block_stride)
-        dots_XS = (q_XG @ keys_NG[rows].float().T).relu_()
-        scores_QS[:, start : start + positions.numel()] = torch.bmm(
-            weights_Q1J, dots_XS.view(num_rows, num_heads, -1)
-        ).squeeze(1)
-    return scores_QS
+    """fp32 scores [U, num_keys] of some rows of one request, in tiles over the keys."""
+    num_rows, num_heads, head_dim = q_UJG.shape
+    q_IG = q_UJG.float().reshape(num_rows * num_heads, head_dim)
+    weights_U1J = weights_UJ.float().unsqueeze(1)
+    scores_US = q_IG.new_empty(num_rows, num_keys)
+    with no_autocast(q_UJG):
+        for start in range(0, num_keys, TILE_KEYS):
+            positions = torch.arange(start, min(start + TILE_KEYS, num_keys), device=keys_MG.device)
+            rows = rows_of_positions(positions, block_row_P, page_size, block_stride)
+            dots_IS = (q_IG @ keys_MG[rows].float().T).relu_()
+            scores_US[:, start : start + positions.numel()] = torch.bmm(
+                weights_U1J, dots_IS.view(num_rows, num_heads, -1)
+            ).squeeze(1)
+    return scores_US
 
 
-def _select(scores_QS: Tensor, lengths_Q: Tensor, index_topk: int) -> Tensor:
+def _select(scores_US: Tensor, lengths_U: Tensor, index_topk: int) -> Tensor:
     """Canonical top-k of rows that all have more than index_topk visible keys."""
-    hidden = torch.arange(scores_QS.shape[1], device=scores_QS.device) >= lengths_Q[:, None]
+    hidden = torch.arange(scores_US.shape[1], device=scores_US.device) >= lengths_U[:, None]
     # A NaN score (a broken request) must not leave slots unwritten: it ranks last.
-    scores_QS = scores_QS.nan_to_num(nan=-torch.inf).masked_fill_(hidden, -torch.inf)
-    threshold_Q1 = scores_QS.topk(index_topk, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above_QS = scores_QS > threshold_Q1
-    tied_QS = scores_QS == threshold_Q1
-    wanted_Q1 = index_topk - above_QS.sum(-1, keepdim=True)
-    kept_QS = above_QS | (tied_QS & (tied_QS.cumsum(-1) <= wanted_Q1))
-    return kept_QS.nonzero()[:, 1].view(-1, index_topk).to(torch.int32)
+    scores_US = scores_US.nan_to_num(nan=-torch.inf).masked_fill_(hidden, -torch.inf)
+    threshold_U1 = scores_US.topk(index_topk, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above_US = scores_US > threshold_U1
+    tied_US = scores_US == threshold_U1
+    wanted_U1 = index_topk - above_US.sum(-1, keepdim=True)
+    kept_US = above_US | (tied_US & (tied_US.cumsum(-1) <= wanted_U1))
+    return kept_US.nonzero()[:, 1].view(-1, index_topk).to(torch.int32)
 
 
 def _runs(request_T: list[int]) -> list[tuple[int, int]]:
@@ -113,7 +116,7 @@ def _runs(request_T: list[int]) -> list[tuple[int, int]]:
 def _index_select(
     q_TJG: Tensor,
     weights_TJ: Tensor,
-    keys_NG: Tensor,
+    keys_MG: Tensor,
     block_table_BP: Tensor,
     request_T: Tensor,
     lengths_T: Tensor,
@@ -136,16 +139,16 @@ def _index_select(
                 scored[max(1, TILE_ELEMENTS // per_row) :],
             )
             row_ids = torch.tensor(rows, device=q_TJG.device)
-            scores_QS = _scores(
+            scores_US = _scores(
                 q_TJG[row_ids],
                 weights_TJ[row_ids],
-                keys_NG,
+                keys_MG,
                 block_table_BP[requests[first]],
                 max(lengths[t] for t in rows),
                 page_size,
                 block_stride,
             )
-            logical_TL[row_ids] = _select(scores_QS, lengths_T[row_ids], index_topk)
+            logical_TL[row_ids] = _select(scores_US, lengths_T[row_ids], index_topk)
     return logical_TL
 
 
@@ -153,7 +156,7 @@ def _index_select(
 def _(
     q_TJG: Tensor,
     weights_TJ: Tensor,
-    keys_NG: Tensor,
+    keys_MG: Tensor,
     block_table_BP: Tensor,
     request_T: Tensor,
     lengths_T: Tensor,
@@ -167,7 +170,7 @@ def _(
 def index_select(
     q_TJG: Tensor,
     weights_TJ: Tensor,
-    keys_NG: Tensor,
+    keys_MG: Tensor,
     block_table_BP: Tensor,
     request_T: Tensor,
     lengths_T: Tensor,
@@ -179,7 +182,7 @@ def index_select(
     """Positions that each row attends to, int32 [T, index_topk], ascending, padded with -1.
 
     q_TJG: index queries after rope; weights_TJ: fp32 head weights with both scales folded in;
-    keys_NG: index keys; block_table_BP int32; request_T int32 (row of the block table; rows of
+    keys_MG: index keys; block_table_BP int32; request_T int32 (row of the block table; rows of
     one request adjacent); lengths_T int32 (visible keys, 0 for padding rows).
     """
     if index_topk < 1:
@@ -187,7 +190,7 @@ def index_select(
     return _index_select(
         q_TJG,
         weights_TJ,
-        keys_NG,
+        keys_MG,
         block_table_BP,
         request_T,
         lengths_T,

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm53.ops.no_autocast import no_autocast
+
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -79,23 +81,26 @@ def _routed_experts_backward(
     grad_down = down_EDF.new_zeros(down_EDF.shape if needs_expert_grads else (0,))
     grad_weights = torch.zeros_like(weights_TK, memory_format=torch.contiguous_format).flatten()
     weights = weights_TK.flatten()
-    for e, assignments in _groups(ids_TK, gate_up_EFD.shape[0]):
-        tokens = assignments // ids_TK.shape[1]
-        x, grad_out = x_TD[tokens].to(dtype), grad_TD[tokens].to(dtype)
-        gate_up, down = gate_up_EFD[e].to(dtype), down_EDF[e].to(dtype)
-        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-        sigmoid = gate.sigmoid()
-        activated = gate * sigmoid
-        hidden = activated * up
-        grad_weights[assignments] = (F.linear(hidden, down) * grad_out).sum(-1).to(weights.dtype)
-        grad_expert = grad_out * weights[assignments, None]
-        grad_hidden = grad_expert @ down
-        grad_gate = grad_hidden * up * (sigmoid + activated * (1 - sigmoid))
-        grad_both = torch.cat([grad_gate, grad_hidden * activated], dim=-1)
-        grad_x_TD.index_add_(0, tokens, grad_both @ gate_up)
-        if needs_expert_grads:
-            grad_gate_up[e] = (grad_both.T @ x).to(grad_gate_up.dtype)
-            grad_down[e] = (grad_expert.T @ hidden).to(grad_down.dtype)
+    with no_autocast(x_TD):
+        for e, assignments in _groups(ids_TK, gate_up_EFD.shape[0]):
+            tokens = assignments // ids_TK.shape[1]
+            x, grad_out = x_TD[tokens].to(dtype), grad_TD[tokens].to(dtype)
+            gate_up, down = gate_up_EFD[e].to(dtype), down_EDF[e].to(dtype)
+            gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+            sigmoid = gate.sigmoid()
+            activated = gate * sigmoid
+            hidden = activated * up
+            grad_weights[assignments] = (
+                (F.linear(hidden, down) * grad_out).sum(-1).to(weights.dtype)
+            )
+            grad_expert = grad_out * weights[assignments, None]
+            grad_hidden = grad_expert @ down
+            grad_gate = grad_hidden * up * (sigmoid + activated * (1 - sigmoid))
+            grad_both = torch.cat([grad_gate, grad_hidden * activated], dim=-1)
+            grad_x_TD.index_add_(0, tokens, grad_both @ gate_up)
+            if needs_expert_grads:
+                grad_gate_up[e] = (grad_both.T @ x).to(grad_gate_up.dtype)
+                grad_down[e] = (grad_expert.T @ hidden).to(grad_down.dtype)
     return grad_x_TD.to(x_TD.dtype), grad_gate_up, grad_down, grad_weights.view_as(weights_TK)
 
 

@@ -9,12 +9,14 @@ causality lives in the indices, so there is no mask besides "index < 0 is not a 
 queries without a valid index gives out = 0 and lse = -inf. Softmax and sums are fp32 (fp64 for
 fp64 inputs).
 
-q_THX [T, H, X], rows_NX [N, X], indices_TL [T, L] int32, counts_T [T] int32 (valid entries of each
+q_THX [T, H, X], rows_MX [M, X], indices_TL [T, L] int32, counts_T [T] int32 (valid entries of each
 row). Returns out_THC [T, H, value_dim] in q's dtype and lse_TH [T, H].
 """
 
 import torch
 from torch import Tensor
+
+from glm53.ops.no_autocast import no_autocast
 
 # Elements of one gathered tile [rows, selected, X]: bounds memory at any context length.
 TILE_ELEMENTS = 1 << 22
@@ -26,7 +28,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sparse_mla_ref(
     q_THX: Tensor,
-    rows_NX: Tensor,
+    rows_MX: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     value_dim: int,
@@ -40,7 +42,7 @@ def sparse_mla_ref(
         selected = indices_TL[t][indices_TL[t] >= 0].long()
         if selected.numel() == 0:
             continue
-        keys_LX = rows_NX[selected].to(dtype)
+        keys_LX = rows_MX[selected].to(dtype)
         scores_HL = scale * (q_THX[t].to(dtype) @ keys_LX.T)
         lse_TH[t] = scores_HL.logsumexp(-1)
         out_THC[t] = (scores_HL.softmax(-1) @ keys_LX[:, :value_dim]).to(q_THX.dtype)
@@ -52,7 +54,7 @@ def _tiles(num_rows: int, row_elements: int) -> list[slice]:
     return [slice(t, min(t + step, num_rows)) for t in range(0, num_rows, step)]
 
 
-def _gather(rows_NX: Tensor, indices_TL: Tensor) -> tuple[Tensor, Tensor]:
+def _gather(rows_MX: Tensor, indices_TL: Tensor) -> tuple[Tensor, Tensor]:
     """Selected rows [T, L, X] and validity [T, L]; no row that nobody selected is read.
 
     An invalid entry repeats a row that its query did select, so that whatever lies in unwritten
@@ -60,13 +62,13 @@ def _gather(rows_NX: Tensor, indices_TL: Tensor) -> tuple[Tensor, Tensor]:
     """
     valid_TL = indices_TL >= 0
     stand_in_T1 = indices_TL.amax(-1, keepdim=True).clamp(min=0)
-    return rows_NX[torch.where(valid_TL, indices_TL, stand_in_T1).long()], valid_TL
+    return rows_MX[torch.where(valid_TL, indices_TL, stand_in_T1).long()], valid_TL
 
 
 @torch.library.custom_op("glm53::sparse_mla", mutates_args=())
 def _sparse_mla(
     q_THX: Tensor,
-    rows_NX: Tensor,
+    rows_MX: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     value_dim: int,
@@ -79,23 +81,24 @@ def _sparse_mla(
     width = int((indices_TL >= 0).any(0).nonzero().amax()) + 1 if bool(counts_T.any()) else 0
     if width == 0:
         return out_THC.zero_(), lse_TH.fill_(-torch.inf)
-    for tile in _tiles(q_THX.shape[0], width * q_THX.shape[2]):
-        keys_TLX, valid_TL = _gather(rows_NX, indices_TL[tile, :width])
-        keys_TLX = keys_TLX.to(dtype)
-        scores_THL = torch.bmm(q_THX[tile].to(dtype), keys_TLX.mT).mul_(scale)
-        scores_THL.masked_fill_(~valid_TL[:, None], -torch.inf)
-        lse_TH[tile] = scores_THL.logsumexp(-1)
-        out_tile = torch.bmm(scores_THL.softmax(-1), keys_TLX[..., :value_dim])
-        empty_T = ~valid_TL.any(-1)
-        out_THC[tile] = out_tile.masked_fill_(empty_T[:, None, None], 0).to(q_THX.dtype)
-        lse_TH[tile].masked_fill_(empty_T[:, None], -torch.inf)
+    with no_autocast(q_THX):
+        for tile in _tiles(q_THX.shape[0], width * q_THX.shape[2]):
+            keys_TLX, valid_TL = _gather(rows_MX, indices_TL[tile, :width])
+            keys_TLX = keys_TLX.to(dtype)
+            scores_THL = torch.bmm(q_THX[tile].to(dtype), keys_TLX.mT).mul_(scale)
+            scores_THL.masked_fill_(~valid_TL[:, None], -torch.inf)
+            lse_TH[tile] = scores_THL.logsumexp(-1)
+            out_tile = torch.bmm(scores_THL.softmax(-1), keys_TLX[..., :value_dim])
+            empty_T = ~valid_TL.any(-1)
+            out_THC[tile] = out_tile.masked_fill_(empty_T[:, None, None], 0).to(q_THX.dtype)
+            lse_TH[tile].masked_fill_(empty_T[:, None], -torch.inf)
     return out_THC, lse_TH
 
 
 @_sparse_mla.register_fake
 def _(
     q_THX: Tensor,
-    rows_NX: Tensor,
+    rows_MX: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     value_dim: int,
@@ -112,7 +115,7 @@ def _sparse_mla_backward(
     grad_out_THC: Tensor,
     grad_lse_TH: Tensor,
     q_THX: Tensor,
-    rows_NX: Tensor,
+    rows_MX: Tensor,
     indices_TL: Tensor,
     out_THC: Tensor,
     lse_TH: Tensor,
@@ -121,27 +124,30 @@ def _sparse_mla_backward(
 ) -> tuple[Tensor, Tensor]:
     dtype = lse_TH.dtype
     grad_q_THX = torch.empty_like(q_THX, memory_format=torch.contiguous_format)
-    grad_rows_NX = torch.zeros(rows_NX.shape, dtype=dtype, device=rows_NX.device)
-    for tile in _tiles(q_THX.shape[0], indices_TL.shape[1] * q_THX.shape[2]):
-        keys_TLX, valid_TL = _gather(rows_NX, indices_TL[tile])
-        keys_TLX, q_tile = keys_TLX.to(dtype), q_THX[tile].to(dtype)
-        grad_tile = grad_out_THC[tile].to(dtype)
-        scores_THL = torch.bmm(q_tile, keys_TLX.mT).mul_(scale)
-        visible_T1L = valid_TL[:, None]
-        probs_THL = (scores_THL - lse_TH[tile][..., None]).exp_().masked_fill_(~visible_T1L, 0)
-        delta_TH = (grad_tile * out_THC[tile].to(dtype)).sum(-1)
-        grad_scores_THL = torch.bmm(grad_tile, keys_TLX[..., :value_dim].mT)
-        grad_scores_THL -= (delta_TH - grad_lse_TH[tile])[..., None]
-        grad_scores_THL = (grad_scores_THL * probs_THL).masked_fill_(~visible_T1L, 0)
-        grad_scores_THL *= scale
-        grad_q = torch.bmm(grad_scores_THL, keys_TLX)
-        empty_T = ~valid_TL.any(-1)
-        grad_q_THX[tile] = grad_q.masked_fill_(empty_T[:, None, None], 0).to(q_THX.dtype)
-        grad_keys_TLX = torch.bmm(grad_scores_THL.mT, q_tile)
-        grad_keys_TLX[..., :value_dim] += torch.bmm(probs_THL.mT, grad_tile)
-        selected = indices_TL[tile][valid_TL].long()
-        grad_rows_NX.index_add_(0, selected, grad_keys_TLX[valid_TL])
-    return grad_q_THX, grad_rows_NX.to(rows_NX.dtype)
+    grad_rows_MX = torch.zeros(rows_MX.shape, dtype=dtype, device=rows_MX.device)
+    if not bool((indices_TL >= 0).any()):
+        return grad_q_THX.zero_(), grad_rows_MX.to(rows_MX.dtype)
+    with no_autocast(q_THX):
+        for tile in _tiles(q_THX.shape[0], indices_TL.shape[1] * q_THX.shape[2]):
+            keys_TLX, valid_TL = _gather(rows_MX, indices_TL[tile])
+            keys_TLX, q_tile = keys_TLX.to(dtype), q_THX[tile].to(dtype)
+            grad_tile = grad_out_THC[tile].to(dtype)
+            scores_THL = torch.bmm(q_tile, keys_TLX.mT).mul_(scale)
+            visible_T1L = valid_TL[:, None]
+            probs_THL = (scores_THL - lse_TH[tile][..., None]).exp_().masked_fill_(~visible_T1L, 0)
+            delta_TH = (grad_tile * out_THC[tile].to(dtype)).sum(-1)
+            grad_scores_THL = torch.bmm(grad_tile, keys_TLX[..., :value_dim].mT)
+            grad_scores_THL -= (delta_TH - grad_lse_TH[tile])[..., None]
+            grad_scores_THL = (grad_scores_THL * probs_THL).masked_fill_(~visible_T1L, 0)
+            grad_scores_THL *= scale
+            grad_q = torch.bmm(grad_scores_THL, keys_TLX)
+            empty_T = ~valid_TL.any(-1)
+            grad_q_THX[tile] = grad_q.masked_fill_(empty_T[:, None, None], 0).to(q_THX.dtype)
+            grad_keys_TLX = torch.bmm(grad_scores_THL.mT, q_tile)
+            grad_keys_TLX[..., :value_dim] += torch.bmm(probs_THL.mT, grad_tile)
+            selected = indices_TL[tile][valid_TL].long()
+            grad_rows_MX.index_add_(0, selected, grad_keys_TLX[valid_TL])
+    return grad_q_THX, grad_rows_MX.to(rows_MX.dtype)
 
 
 @_sparse_mla_backward.register_fake
@@ -149,26 +155,26 @@ def _(
     grad_out_THC: Tensor,
     grad_lse_TH: Tensor,
     q_THX: Tensor,
-    rows_NX: Tensor,
+    rows_MX: Tensor,
     indices_TL: Tensor,
     out_THC: Tensor,
     lse_TH: Tensor,
     value_dim: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return q_THX.new_empty(q_THX.shape), rows_NX.new_empty(rows_NX.shape)
+    return q_THX.new_empty(q_THX.shape), rows_MX.new_empty(rows_MX.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q_THX, rows_NX, indices_TL, _, ctx.value_dim, ctx.scale = inputs
-    ctx.save_for_backward(q_THX, rows_NX, indices_TL, *output)
+    q_THX, rows_MX, indices_TL, _, ctx.value_dim, ctx.scale = inputs
+    ctx.save_for_backward(q_THX, rows_MX, indices_TL, *output)
 
 
 def _backward(ctx, grad_out_THC: Tensor, grad_lse_TH: Tensor):
-    grad_q_THX, grad_rows_NX = _sparse_mla_backward(
+    grad_q_THX, grad_rows_MX = _sparse_mla_backward(
         grad_out_THC, grad_lse_TH, *ctx.saved_tensors, ctx.value_dim, ctx.scale
     )
-    return grad_q_THX, grad_rows_NX, None, None, None, None
+    return grad_q_THX, grad_rows_MX, None, None, None, None
 
 
 _sparse_mla.register_autograd(_backward, setup_context=_setup_context)
@@ -176,7 +182,7 @@ _sparse_mla.register_autograd(_backward, setup_context=_setup_context)
 
 def sparse_mla(
     q_THX: Tensor,
-    rows_NX: Tensor,
+    rows_MX: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     *,
@@ -185,6 +191,6 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the rows it selected; see the module docstring.
 
-    Differentiable in q_THX and rows_NX. Indices >= N raise IndexError.
+    Differentiable in q_THX and rows_MX. Indices >= M raise IndexError.
     """
-    return _sparse_mla(q_THX, rows_NX, indices_TL, counts_T, value_dim, scale)
+    return _sparse_mla(q_THX, rows_MX, indices_TL, counts_T, value_dim, scale)

@@ -271,3 +271,15 @@ def test_opcheck(dtype):
 
 def test_is_tagged_as_the_graph_break():
     assert torch.Tag.cudagraph_unsafe in OP.tags
+
+
+def test_autocast_does_not_reach_the_scores():
+    """In bf16 near ties are decided by rounding: other positions would be chosen."""
+    case = Case([list(range(170, 200)), [77, 150]], seed=3)
+    expected = case.select(40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(case.select(40), expected)
+    low = index_select_ref(
+        case.q.bfloat16(), case.weights, case.keys.bfloat16(), *case.args(40)[3:]
+    )
+    assert not torch.equal(low, expected)  # so that the case has something to get wrong

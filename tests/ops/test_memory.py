@@ -76,6 +76,13 @@ def test_index_tiles_at_the_shipped_size():
     assert peak <= INDEX.TILE_ELEMENTS < rows * context < rows * context * HEADS
 
 
+def test_keys_are_tiled_at_the_shipped_size():
+    """A single row whose scores per head and key exceed a tile: TILE_KEYS is what bounds it."""
+    context = 2 * INDEX.TILE_ELEMENTS // HEADS
+    peak = _peak(INDEX._index_select._init_fn, _select_args(context, 1))
+    assert peak <= context < INDEX.TILE_ELEMENTS < HEADS * context
+
+
 def test_attention_temporaries_do_not_grow_with_the_context():
     peaks = []
     for context in (4096, 16384):

@@ -149,6 +149,17 @@ def test_gradients_with_frozen_experts():
     assert torch.equal(got, full)
 
 
+def test_backward_under_autocast():
+    """Gradients are computed in fp32 from bf16 activations, whatever the region says."""
+    x, gate_up, down, ids, weights = _case(ROUTINGS["mixed"])
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    expected = torch.autograd.grad(routed_experts(x, gate_up, down, ids, weights).sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = routed_experts(x, gate_up, down, ids, weights)
+        got = torch.autograd.grad(out.sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_gradcheck():
     x, gate_up, down, ids, weights = _case([[0, 3], [-1, 3]], torch.float64)
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]

@@ -227,8 +227,43 @@ def test_opcheck(dtype):
     torch.library.opcheck(OP, args)
 
 
-def test_opcheck_of_the_backward():
-    q, rows, indices, _ = case = _case()
+NOTHING = {
+    "no keys": (0, torch.full((3, 4), -1)),
+    "nothing selected": (ROWS, torch.full((3, 4), -1)),
+    "no slots": (ROWS, torch.zeros(3, 0)),
+    "no queries": (ROWS, torch.zeros(0, 4)),
+}
+
+
+@pytest.mark.parametrize(("num_rows", "indices"), NOTHING.values(), ids=NOTHING.keys())
+def test_backward_of_nothing(num_rows, indices):
+    indices = indices.to(torch.int32)
+    q = torch.randn(indices.shape[0], HEADS, VALUE_DIM + ROPE, requires_grad=True)
+    rows = torch.full((num_rows, VALUE_DIM + ROPE), torch.nan, requires_grad=True)
+    counts = torch.zeros(indices.shape[0], dtype=torch.int32)
+    out, lse = _run((q, rows, indices, counts))
+    (out.sum() + lse.masked_fill(~lse.isfinite(), 0).sum()).backward()
+    assert q.grad.shape == q.shape and not q.grad.any()
+    assert rows.grad.shape == rows.shape and not rows.grad.any()
+    q, rows = q.detach(), rows.detach()
+    args = (out.detach(), torch.zeros_like(lse), q, rows, indices, out.detach(), lse.detach())
+    torch.library.opcheck(torch.ops.glm53.sparse_mla_backward.default, (*args, VALUE_DIM, SCALE))
+
+
+def test_autocast_changes_nothing():
+    """Softmax and sums are fp32, forward and backward, also inside an autocast region."""
+    case = _case()
+    expected, gradients = _run(case), _gradients(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = _run(case)
+        got_gradients = _gradients(case)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got_gradients, gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_the_backward(dtype):
+    q, rows, indices, _ = case = _case(dtype=dtype)
     out, lse = _run(case)
     grads = (torch.randn_like(out), torch.randn_like(lse))
     args = (*grads, q, rows, indices, out, lse, VALUE_DIM, SCALE)
