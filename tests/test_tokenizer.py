@@ -320,6 +320,14 @@ def test_encode_refuses_what_is_not_text(byte_level):
         byte_level.encode(b"a")
 
 
+@pytest.mark.parametrize("allow_special", [True, False])
+@pytest.mark.parametrize("text", ["\udcff", "good \ud83d bad", "\ude00\ud83d"])
+def test_encode_refuses_lone_surrogates(byte_level, text, allow_special):
+    with pytest.raises(ValueError, match="not valid Unicode") as error:
+        byte_level.encode(text, allow_special)
+    assert str(error.value).isascii(), "it can be printed"
+
+
 def _naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]

@@ -1,4 +1,4 @@
-"""Text to ids and back: the checkpoint's own tokenizer, incremental detokenising, stop strings.
+"""Text to ids and back: the checkpoint's own tokenizer, and incremental detokenising.
 
 The only file that imports transformers, and only where a tokenizer is loaded. Everything here is
 host-side string work; nothing is read from a network and no code of a checkpoint runs.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glm53.config import GLM53Config
+from glm53.tokenizer.template import ChatTemplate, chat_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,9 +20,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json behind the calls this library needs.
+    """A checkpoint's tokenizer.json, and its chat template, behind the calls this library needs.
 
-    `transformers_tokenizer` stays reachable for what only transformers does (chat templates).
+    `transformers_tokenizer` stays reachable for whatever else transformers does.
     """
 
     def __init__(self, transformers_tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -93,10 +93,11 @@ class Tokenizer:
         marker or like markup (`<think>`), special or not.
 
         Raises:
-            ValueError: `text` is not a str.
+            ValueError: `text` is not a str, or no valid Unicode.
         """
         if not isinstance(text, str):
             raise ValueError(f"text={text!r}: must be a str, not {type(text).__name__}")
+        _check_unicode(text)
         if allow_special:
             return self._backend.encode(text).ids
         return self._without_control_tokens().encode(text, add_special_tokens=False).ids
@@ -108,6 +109,114 @@ class Tokenizer:
         """
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def detokenizer(self, prompt_tail: Sequence[int] = ()) -> "IncrementalDetokenizer":
+        """A new detokeniser of what comes after `prompt_tail`. Special tokens give no text."""
+        return IncrementalDetokenizer(self, prompt_tail=prompt_tail)
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The checkpoint's template, None without one: the file chat_template.jinja, else the
+        field of tokenizer_config.json (of several by name, the one called "default").
+
+        Raises:
+            ValueError: the template is not valid Jinja, or none of several is the default.
+        """
+        source = self.transformers_tokenizer.chat_template
+        if isinstance(source, Mapping):
+            if "default" not in source:
+                raise ValueError(f'chat_template: none of {sorted(source)} is called "default"')
+            source = source["default"]
+        return ChatTemplate(source) if source else None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the checkpoint's template writes it, ending where a reply begins.
+
+        messages: mappings with `role`, `content` and what else the template knows
+        (`reasoning_content`, `tool_calls` with arguments as a mapping or as JSON text). tools:
+        mappings in the usual function form. variables: the template's own (`reasoning_effort`,
+        `clear_thinking`); those that are None are left out.
+
+        Raises:
+            ValueError: there is no template, or it raised an error, or a value is not JSON.
+        """
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self._template().render(chat_inputs(messages, tools, variables), self._constants())
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        allow_special: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of `render_chat`.
+
+        Only control tokens that the template writes become their ids. What is spelled like one in
+        messages, tools or variables stays text (but for the tags of inline reasoning, at which the
+        template splits an assistant's content), unless `allow_special`. Where nothing is spelled
+        so, these are the ids of the rendered text.
+
+        Raises:
+            ValueError: as `render_chat`; or typed tokens cannot be told from the template's; or
+                the vocabulary makes a control token out of plain text.
+        """
+        inputs = chat_inputs(
+            messages, tools, {**variables, "add_generation_prompt": add_generation_prompt}
+        )
+        template, constants = self._template(), self._constants()
+        if allow_special:
+            text, tokens = template.render(inputs, constants), []
+        else:
+            spellings = map(self.id_to_token, self.control_ids)
+            text, tokens = template.render_with_origin(inputs, constants, filter(None, spellings))
+        # Added tokens cut a text before it is split into words. So each stretch between two of the
+        # template's is encoded by itself, as it is in the whole; most need no look.
+        ids: list[int] = []
+        encoded = stretch = 0
+        has_typed = False
+        for start, end, typed in [*tokens, (len(text), len(text), False)]:
+            if typed:
+                has_typed = True
+                continue
+            if has_typed:
+                ids += self._encode_marked_up(text[encoded:stretch])
+                ids += self._encode_typed(text[stretch:start])
+                encoded, has_typed = start, False
+            stretch = end
+        return ids + self._encode_marked_up(text[encoded:])
+
+    def _encode_marked_up(self, text: str) -> list[int]:
+        _check_unicode(text)
+        # Without what a post-processor would add: a template writes its own first token.
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _encode_typed(self, text: str) -> list[int]:
+        ids = self.encode(text, allow_special=False)
+        if not self.control_ids.isdisjoint(ids):
+            raise ValueError(f"{text!r}: this vocabulary makes a control token out of plain text")
+        return ids
+
+    def _template(self) -> ChatTemplate:
+        template = self.chat_template
+        if template is None:
+            raise ValueError(
+                "this checkpoint has no chat template: there is no chat_template.jinja, and no "
+                "chat_template in tokenizer_config.json"
+            )
+        return template
+
+    def _constants(self) -> dict[str, Any]:
+        return dict(self.transformers_tokenizer.special_tokens_map)
+
     def _without_control_tokens(self) -> Any:
         """The same tokenizer with no added tokens to look for. Built once, on first use."""
         if self._plain is None:
@@ -115,6 +224,17 @@ class Tokenizer:
             data["added_tokens"] = []
             self._plain = type(self._backend).from_str(json.dumps(data))
         return self._plain
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        broken = text[error.start : error.end]
+        raise ValueError(
+            f"the text is not valid Unicode: {broken!r} at character {error.start} is a lone "
+            "surrogate (what Python makes of bytes that are not UTF-8)"
+        ) from None
 
 
 class IncrementalDetokenizer:
@@ -216,88 +336,3 @@ class IncrementalDetokenizer:
         text = self._tokenizer.decode(window)
         self._window, self._sent = window, text[: len(text) - held]
         self._clean = 0 if held else len(self._window)
-
-
-class StopStrings:
-    """Streaming search for stop strings in text deltas.
-
-    Text is held back only while it may be the beginning of a stop string: the longest suffix that
-    is a proper prefix of one. The match that ends first wins; of several that end at the same
-    character, the longest. So the result does not depend on how the text was cut into deltas.
-
-    Args:
-        stops: non-empty strings; no string at all means that everything passes at once.
-        include_stop: whether the emitted text ends with the stop string or just before it.
-
-    Raises:
-        ValueError: an empty stop string, or one `str` in place of a sequence.
-    """
-
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
-            raise ValueError(f"stop={stops!r}: must be a sequence of non-empty strings")
-        self._stops = tuple(dict.fromkeys(stops))
-        self._longest = max(map(len, self._stops), default=1)
-        self._include_stop = include_stop
-        self._held = ""
-        self._stopped = False
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Add `text`: what may be shown now, and the stop string that was completed, if one was.
-
-        After a match the rest of `text` is dropped, and nothing may be pushed any more.
-        """
-        assert not self._stopped, "text pushed after a stop string"
-        text = self._held + text
-        ends = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
-        if ends:
-            end, negative_length, stop = min(ends)
-            self._held, self._stopped = "", True
-            return text[: end if self._include_stop else end + negative_length], stop
-        start = next(
-            i
-            for i in range(max(0, len(text) - self._longest + 1), len(text) + 1)
-            if i == len(text) or any(s.startswith(text[i:]) for s in self._stops)
-        )
-        self._held = text[start:]
-        return text[:start], None
-
-    def flush(self) -> str:
-        """The held text, when generation ended for another reason. Nothing after a match."""
-        held, self._held = self._held, ""
-        return held
-
-
-def stop_token_ids(
-    config: GLM53Config,
-    generation_config: Mapping[str, Any] | None = None,
-    tokenizer: Tokenizer | None = None,
-    extra: Iterable[int] = (),
-) -> frozenset[int]:
-    """Every id that ends a completion: the union of all that name one.
-
-    Args:
-        config: its `eos_token_id`.
-        generation_config: generation_config.json as a dict; `eos_token_id` an int, a list or null.
-        tokenizer: its own end id.
-        extra: the caller's ids.
-
-    Raises:
-        ValueError: an id that is not an integer in the vocabulary, with its source.
-    """
-    named = (generation_config or {}).get("eos_token_id")
-    sources = {
-        "eos_token_id": config.eos_token_id,
-        "generation_config.eos_token_id": () if named is None else named,
-        "tokenizer.eos_token_id": tokenizer.eos_token_ids if tokenizer else (),
-        "stop_token_ids": extra,
-    }
-    ids: set[int] = set()
-    for name, values in sources.items():
-        for value in [values] if isinstance(values, int) else values:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={value!r}: must be a token id")
-            if not 0 <= value < config.vocab_size:
-                raise ValueError(f"{name}={value!r}: must be below {config.vocab_size}")
-            ids.add(value)
-    return frozenset(ids)
