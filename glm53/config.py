@@ -53,6 +53,12 @@ _BOOLS = """
     norm_topk_prob index_share_for_mtp_iteration rope_interleave indexer_rope_interleave
     attention_bias tie_word_embeddings
 """.split()
+_QUANTIZATION_KEYS = frozenset(
+    """
+    quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers
+    scale_fmt expert_dtype
+    """.split()
+)
 _DTYPES = ("bfloat16", "float16", "float32")
 _INDEXER_KINDS = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
 
@@ -305,7 +311,7 @@ class GLM53Config:
             raise FileNotFoundError(f"no config.json in {str(folder)!r}")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from error
         if not isinstance(data, dict):
             raise ValueError(f"{path}: must hold a JSON object, it holds {type(data).__name__}")
@@ -321,6 +327,7 @@ class GLM53Config:
         Raises:
             ValueError: see the class, and every required key that is missing, all at once.
         """
+        _require(isinstance(data, Mapping), "config", data, "must be a mapping")
         _check_architecture(data)
         quantization = data.get("quantization_config")
         if quantization is not None:
@@ -354,6 +361,8 @@ class GLM53Config:
         rule = f"qk_nope_head_dim + qk_rope_head_dim is {config.qk_head_dim}"
         _require(width in (None, config.qk_head_dim), "qk_head_dim", width, rule)
         unknown = sorted(set(data) - set(fields) - set(_FIXED_KEYS) - _IRRELEVANT_KEYS)
+        inner = sorted(set(data.get("quantization_config") or ()) - _QUANTIZATION_KEYS)
+        unknown += [f"quantization_config.{key}" for key in inner]
         if unknown:
             warnings.warn(f"config.json keys not used: {', '.join(unknown)}", stacklevel=2)
         return config

@@ -273,6 +273,27 @@ def test_nothing_is_read_when_it_does_not_fit(tmp_path, monkeypatch):
         load(tmp_path, extra_bytes={"cache": 2**31})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_cuda_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match=f"device='{device}'.*0 CUDA devices"):
+        available_bytes(device)
+
+
+@pytest.mark.parametrize("dtype, warned", [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_rounded_router_biases_are_one_warning(tmp_path, caplog, dtype, warned):
+    config, model = make_small()
+    tensors = disk_tensors(model)
+    for name in tensors:
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = tensors[name].to(dtype)
+    write_config(tmp_path, config)
+    write_shards(tmp_path, tensors)
+    load(tmp_path)
+    found = [r for r in caplog.records if "e_score_correction_bias" in r.getMessage()]
+    assert len(found) == warned
+
+
 def test_available_bytes_respects_a_container_limit(tmp_path, monkeypatch):
     system = available_bytes("cpu")
     monkeypatch.setattr(fit, "_CGROUP", tmp_path)

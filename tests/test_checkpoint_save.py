@@ -164,6 +164,37 @@ def test_an_interrupted_save_never_loads_as_something_wrong(tmp_path, monkeypatc
     assert all(torch.equal(loaded[n], t) for n, t in new.state_dict().items())
 
 
+def test_further_files_go_the_same_way(tmp_path, monkeypatch):
+    config, model = make_small()
+    folder, source = tmp_path / "out", tmp_path / "source.json"
+    source.write_text("new copy")
+    files = {"copied.json": source, "written.json": "new text"}
+    save_transformer(model, config, folder, files=files)
+    assert (folder / "copied.json").read_text() == "new copy"
+    assert (folder / "written.json").read_text() == "new text"
+    source.write_text("newer")
+
+    def fail(*_args, **_kwargs):
+        raise OSError("disk full")
+
+    for place in ("shutil.copyfile", "glm53.checkpoint.save.save_file"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fail)
+            with pytest.raises(OSError, match="disk full"):
+                save_transformer(model, config, folder, files=files)
+        assert (folder / "copied.json").read_text() == "new copy"
+        assert_same_state(load(folder), model.state_dict())
+
+
+def test_what_killed_saves_left_is_removed(tmp_path):
+    config, model = make_small()
+    for name in (".saving-abc", ".other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(99))
+    save_transformer(model, config, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors", ".other"}
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_shard_size_must_be_positive(tmp_path, size):
     config, model = make_small()

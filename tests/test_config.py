@@ -449,6 +449,24 @@ def test_unknown_keys_warn_once_naming_all():
     assert "ep_size" not in str(caught[0].message)
 
 
+def test_unknown_keys_of_the_quantisation_warn_too():
+    block = {"quant_method": "fp8", "weight_block_size": [8, 8], "scale_fmt": "ue8m0", "beta": 1}
+    with pytest.warns(UserWarning, match=r"alpha, quantization_config\.beta$"):
+        GLM53Config.from_dict(tiny(quantization_config=block, alpha=2))
+
+
+@pytest.mark.parametrize("data", [[], None, "config"])
+def test_what_is_no_mapping_is_refused(data):
+    with pytest.raises(ValueError, match="must be a mapping"):
+        GLM53Config.from_dict(data)
+
+
+def test_a_file_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        GLM53Config.from_pretrained(tmp_path)
+
+
 def test_latent_norm_eps_is_separate():
     config = GLM53Config.from_dict(tiny(rms_norm_eps=2e-5, latent_norm_eps=3e-5))
     assert (config.rms_norm_eps, config.latent_norm_eps) == (2e-5, 3e-5)

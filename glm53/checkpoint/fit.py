@@ -32,10 +32,14 @@ def available_bytes(device: torch.device | str) -> int:
     and what PyTorch holds unused.
 
     Raises:
-        ValueError: another device, whose memory this library cannot ask for.
+        ValueError: a CUDA device that is not there, or another kind of device, whose memory this
+            library cannot ask for.
     """
     device = torch.device(device)
     if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"device={str(device)!r}: this PyTorch sees {count} CUDA devices")
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":

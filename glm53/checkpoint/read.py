@@ -37,6 +37,7 @@ _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0"})
 # Weights that are only ever used in fp32 and decide discrete choices: they are never narrowed to
 # less than the file holds (transformers keeps the router fp32 always, weights_proj under fp16).
 _NEVER_NARROWED = ("mlp.gate.weight", "indexer.weights_proj.weight")
+_BIAS = "e_score_correction_bias"
 
 
 def load_transformer(
@@ -72,6 +73,14 @@ def load_transformer(
     if dtype not in _DTYPES.values():
         raise ValueError(f"dtype={dtype}: must be torch.bfloat16, torch.float16 or torch.float32")
     entries = _drop_shared_indexers(read_entries(folder), config)
+    narrow = [n for n, e in entries.items() if n.endswith(_BIAS) and e.dtype != "F32"]
+    if narrow:
+        logger.warning(
+            "%d router biases (%s) are not stored in fp32: they were rounded, and choices of "
+            "experts may differ from the original's",
+            len(narrow),
+            _BIAS,
+        )
     with torch.device("meta"):
         model = Transformer(config, mtp=_has_mtp(entries, config))
     plan = _Plan.make(folder, model, config, entries)

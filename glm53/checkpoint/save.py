@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import re
+import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from glm53.checkpoint.names import Place, disk_places
 from glm53.config import GLM53Config
 from glm53.model import Transformer
 
+_TEMPORARY = ".saving-"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -24,16 +27,20 @@ def save_transformer(
     config: GLM53Config,
     folder: str | Path,
     max_shard_size: int = 5_000_000_000,
+    *,
+    files: Mapping[str, Path | str] | None = None,
 ) -> None:
     """Write config.json and safetensors shards (with their index, if several) into `folder`.
 
     Tensors have the names, and experts the per-expert form, of published checkpoints, in the dtypes
     that the model holds; config.json says that dtype and has no quantization_config. Shards hold
-    at most `max_shard_size` bytes of tensors, or a single tensor.
+    at most `max_shard_size` bytes of tensors, or a single tensor. files: further files, by name, as
+    a path to copy or as their text.
 
     Everything is first written into a hidden subfolder. Only then does it replace a checkpoint
     that is already there, config.json last: an interrupted save leaves the old checkpoint, or a
-    folder without config.json, which nothing loads. Files of other names are not touched.
+    folder without config.json, which nothing loads. Files of other names are not touched, but for
+    hidden subfolders of saves that were killed.
 
     Raises:
         ValueError: max_shard_size below 1, or a model without data (on meta).
@@ -45,6 +52,8 @@ def save_transformer(
         raise ValueError("the model is on meta: there is no data to save")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(_TEMPORARY + "*"):
+        shutil.rmtree(stale)
     config = dataclasses.replace(
         config,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -53,19 +62,25 @@ def save_transformer(
     )
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     shards = _split(disk_places(model), state, max_shard_size)
-    files = {_shard_name(i, len(shards)): shard for i, shard in enumerate(shards)}
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+    shard_files = {_shard_name(i, len(shards)): shard for i, shard in enumerate(shards)}
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_TEMPORARY) as temporary:
         new, weight_map, total = Path(temporary), {}, 0
-        for file, places in files.items():
+        for file, places in shard_files.items():
             tensors = {name: _part(state, place) for name, place in places.items()}
             save_file(tensors, new / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
-        names = list(files)
-        if len(files) > 1:
+        names = list(shard_files)
+        if len(shard_files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_json(new / INDEX_NAME, index)
             names.append(INDEX_NAME)
+        for name, content in (files or {}).items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, new / name)
+            else:
+                (new / name).write_text(content, encoding="utf-8")
+            names.append(name)
         _write_json(new / "config.json", config.to_dict())
         _replace(new, folder, [*names, "config.json"])
 
