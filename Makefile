@@ -2,10 +2,9 @@
 # .venv and install what constraints.txt pins (read there about torch with and without CUDA).
 
 PYTHON ?= python3
-# A pyenv shim named python3.12 exists but fails unless that version is selected: take the first
-# candidate that runs.
+# The first candidate that runs: a version manager's shim may exist without a version behind it.
 PYTHON312 ?= $(firstword $(foreach candidate,python3.12 \
-	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12 /usr/local/bin/python3.12 /opt/*/bin/python3.12),\
+	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),\
 	$(shell $(candidate) -c 'print("$(candidate)")' 2>/dev/null)))
 
 VENV := .venv

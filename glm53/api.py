@@ -1,9 +1,12 @@
 """GLM53: the public model. Owns network, tokenizer, cache and engine; the only file that wires."""
 
+import dataclasses
 import json
-import shutil
+import logging
+import operator
+import tempfile
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 from glm53.batch import Trace
 from glm53.cache import PAGE_SIZE, KVCache, bytes_per_token
+from glm53.chat import ChatCompletion, ChatDelta, ChatReply
 from glm53.checkpoint import (
     available_bytes,
     load_transformer,
@@ -25,6 +29,8 @@ from glm53.request import Completion, Delta
 from glm53.sampling import SamplingParams
 from glm53.tokenizer import Tokenizer, stop_token_ids
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int] | Tensor
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -33,7 +39,6 @@ _SIDE_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "generation_config.json",
 )
 # Without a size from the caller the cache holds so many contexts of the model's full length,
 # if that fits into this share of the free memory.
@@ -46,7 +51,10 @@ class GLM53(nn.Module):
 
     Parameter names are transformers'. `model(input_ids)` is the plain differentiable forward;
     `generate`, `stream` and `score` run through the engine and its paged cache, which is allocated
-    on first use. `model.to(...)` drops the engine, and with it whatever was still being generated.
+    on first use. `model.to(...)`, as everything that converts the weights, lets go of the engine:
+    the next call makes a new one, with an empty cache. A stream that is still open keeps the old
+    one, and goes on with the new weights over keys of the old ones; from another device it fails.
+    Copies and pickles of a model have no engine.
     """
 
     network: Transformer
@@ -57,30 +65,33 @@ class GLM53(nn.Module):
         tokenizer: Tokenizer | None = None,
         *,
         generation_config: dict[str, Any] | None = None,
-        kv_cache_dtype: torch.dtype | None = None,
+        kv_cache_dtype: torch.dtype | str | None = None,
         kv_cache_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         max_batch_tokens: int = 1024,
         max_running: int = 64,
+        prefix_caching: bool = True,
     ) -> None:
         """Wraps a network; `from_pretrained` is the usual way in, and documents the arguments."""
         super().__init__()
-        # The network's children are registered here, itself not: names stay transformers'.
+        # Names stay transformers': the network is no child, its children are ours. One dict for
+        # both, so that whoever replaces a module here replaces it there.
         self.__dict__["network"] = network
-        self.model = network.model
-        self.lm_head = network.lm_head
+        self.__dict__["_modules"] = network._modules
         self.config: GLM53Config = network.config
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
+        length = self.generation_config.get("max_length")
+        if length is not None and length != 20:  # which transformers writes where nobody said one
+            logger.warning("generation_config.json: max_length=%r is not supported", length)
         self._eos_ids = stop_token_ids(self.config, self.generation_config, tokenizer)
-        self._kv_cache_dtype = kv_cache_dtype or _default_cache_dtype(self.dtype)
-        self._kv_cache_tokens = _cache_tokens(
-            self.config, self._kv_cache_dtype, self._has_mtp, kv_cache_tokens, kv_cache_bytes
-        )
-        if max_batch_tokens < 1:
-            raise ValueError(f"max_batch_tokens={max_batch_tokens}: must be at least 1")
-        self._max_batch_tokens = max_batch_tokens
-        self._max_running = min(max_running, max_batch_tokens)
+        # Of a cache without a dtype of its own; the model's may change until it is made.
+        self._kv_cache_dtype = _cache_dtype(kv_cache_dtype)
+        self._kv_cache_size = kv_cache_tokens, kv_cache_bytes
+        self._cache_tokens()
+        self._max_batch_tokens = _at_least_1("max_batch_tokens", max_batch_tokens)
+        self._max_running = min(_at_least_1("max_running", max_running), max_batch_tokens)
+        self._prefix_caching = prefix_caching
         self._engine: Engine | None = None
         self._source: Path | None = None
 
@@ -91,11 +102,12 @@ class GLM53(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        kv_cache_dtype: torch.dtype | None = None,
+        kv_cache_dtype: torch.dtype | str | None = None,
         kv_cache_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         max_batch_tokens: int = 1024,
         max_running: int = 64,
+        prefix_caching: bool = True,
         progress: bool = True,
     ) -> "GLM53":
         """Load a Hugging Face checkpoint folder (never touching the network), or a hub id.
@@ -105,8 +117,8 @@ class GLM53(nn.Module):
         default bfloat16 for a bfloat16 model, else float32. kv_cache_tokens, kv_cache_bytes: size
         of the cache (at most one of them), rounded down to pages of 64 tokens; default 16 full
         contexts, at most a quarter of the free memory of a CPU or 90% of a GPU's.
-        max_batch_tokens: rows of one step; max_running: completions that run at once. progress:
-        show a bar.
+        max_batch_tokens: rows of one step; max_running: completions that run at once.
+        prefix_caching: share whole pages between prompts that begin alike. progress: show a bar.
 
         Raises ValueError for a configuration or checkpoint that this library cannot compute
         faithfully, naming what is wrong, and MemoryError with the numbers if model and cache do
@@ -119,7 +131,11 @@ class GLM53(nn.Module):
         generation_config = _read_json(folder / "generation_config.json")
         has_tokenizer = (folder / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
-        cache_dtype = kv_cache_dtype or _default_cache_dtype(torch_dtype)
+        # Before the weights are read: mistakes must not cost the minutes that this takes.
+        stop_token_ids(config, generation_config, tokenizer)
+        for name, value in (("max_batch_tokens", max_batch_tokens), ("max_running", max_running)):
+            _at_least_1(name, value)
+        cache_dtype = _cache_dtype(kv_cache_dtype) or _default_cache_dtype(torch_dtype)
         mtp = config.mtp_layer is not None
         tokens = _cache_tokens(config, cache_dtype, mtp, kv_cache_tokens, kv_cache_bytes)
         cache_bytes = (tokens or PAGE_SIZE) * bytes_per_token(config, cache_dtype, mtp=mtp)
@@ -135,32 +151,39 @@ class GLM53(nn.Module):
             network,
             tokenizer,
             generation_config=generation_config,
-            kv_cache_dtype=cache_dtype,
-            kv_cache_tokens=tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_bytes=kv_cache_bytes,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
+            prefix_caching=prefix_caching,
         )
         model._source = folder
         return model.eval()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a checkpoint that transformers loads: config, weights in the model's dtype (no
-        quantisation), and the tokenizer files and generation_config.json it was loaded with."""
-        folder = Path(folder)
-        save_transformer(self.network, self.config, folder)
-        if self._source is None or self._source.resolve() == folder.resolve():
-            return
-        for name in _SIDE_FILES:
-            if (self._source / name).is_file():
-                shutil.copyfile(self._source / name, folder / name)
+        quantisation), generation_config.json, and the tokenizer: the files it was loaded with, or
+        those that transformers writes. What cannot be written leaves what was there before."""
+        with tempfile.TemporaryDirectory() as temporary:
+            source = self._source
+            if source is None and self.tokenizer is not None:
+                source = Path(temporary)
+                self.tokenizer.transformers_tokenizer.save_pretrained(temporary)
+            files: dict[str, Path | str] = {}
+            if source is not None:
+                files |= {n: source / n for n in _SIDE_FILES if (source / n).is_file()}
+            if self.generation_config:
+                files["generation_config.json"] = json.dumps(self.generation_config, indent=2)
+            save_transformer(self.network, self.config, folder, files=files)
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.network.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self.network.dtype
 
     def forward(
         self,
@@ -180,12 +203,12 @@ class GLM53(nn.Module):
     def engine(self) -> Engine:
         """The model's engine, made with its cache on first use. All calls share it."""
         if self._engine is None:
-            tokens = self._kv_cache_tokens or self._default_cache_tokens()
+            tokens = self._cache_tokens() or self._default_cache_tokens()
             cache = KVCache(
                 self.config,
                 tokens // PAGE_SIZE,
                 mtp=self._has_mtp,
-                dtype=self._kv_cache_dtype,
+                dtype=self._cache_dtype,
                 device=self.device,
             )
             self._engine = Engine(
@@ -196,12 +219,13 @@ class GLM53(nn.Module):
                 generation_config=self.generation_config,
                 max_batch_tokens=self._max_batch_tokens,
                 max_running=self._max_running,
+                prefix_caching=self._prefix_caching,
             )
         return self._engine
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | None = None,
         *,
         attention_mask: Tensor | None = None,
@@ -217,6 +241,8 @@ class GLM53(nn.Module):
         A single prompt that cannot be run raises ValueError. In a list it fails alone, with
         finish_reason "error", and so does a completion whose logits turn NaN.
         """
+        if "input_ids" in fields:
+            raise ValueError("input_ids is called prompts here; the result is made of Completions")
         prompt_list, single = _prompt_list(prompts, attention_mask)
         engine = self.engine()
         params = engine.resolve(SamplingParams.override(params, **fields))
@@ -234,10 +260,9 @@ class GLM53(nn.Module):
                         for index in range(_count(params))
                     ]
             while any(len(result) < _count(params) for result in results):
-                engine.step()
+                engine.advance()
         finally:  # after an interrupt, or an error of a step, nothing stays behind
-            for request_id in request_ids:
-                engine.cancel(request_id)
+            engine.cancel(*request_ids)
         for result in results:
             result.sort(key=lambda completion: completion.index)
         if _count(params) > 1:
@@ -269,10 +294,87 @@ class GLM53(nn.Module):
             unfinished = _count(params)
             while unfinished:
                 while not arrived:
-                    engine.step()
+                    engine.advance()
                 delta = arrived.popleft()
                 unfinished -= delta.completion is not None
                 yield delta
+        finally:
+            engine.cancel(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning_effort: str | None = None,
+        clear_thinking: bool | None = None,
+        allow_special: bool = False,
+        params: SamplingParams | None = None,
+        **fields: Any,
+    ) -> ChatCompletion:
+        """Reply to a conversation, by the checkpoint's own chat template.
+
+        messages: mappings with `role` ("system", "user", "assistant", "tool") and `content`; an
+        assistant's also with `reasoning_content` and `tool_calls`: `reply.message()` is one. tools:
+        mappings in the usual function form; their JSON schemas give the arguments of a call their
+        types. reasoning_effort, clear_thinking (drops the thoughts of earlier turns): None is the
+        template's default. What is spelled like a control token in messages and tools stays text
+        unless allow_special. Stop strings are looked for in the content only. n must be 1.
+
+        Raises ValueError for a conversation that the template refuses, and as `generate` does.
+        """
+        options = {"reasoning_effort": reasoning_effort, "clear_thinking": clear_thinking}
+        for delta in self.stream_chat(
+            messages, tools=tools, allow_special=allow_special, params=params, **options, **fields
+        ):
+            if delta.completion is not None:
+                return delta.completion
+        raise AssertionError("a stream ends with its completion")
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning_effort: str | None = None,
+        clear_thinking: bool | None = None,
+        allow_special: bool = False,
+        params: SamplingParams | None = None,
+        **fields: Any,
+    ) -> Generator[ChatDelta, None, None]:
+        """`chat` as it comes: deltas of reasoning, content and complete tool calls; the last one
+        carries the reply. Closing the iterator cancels the request."""
+        if self.tokenizer is None:
+            raise ValueError("chat: the model was loaded without a tokenizer")
+        prompt_ids = self.tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            allow_special=allow_special,
+            reasoning_effort=reasoning_effort,
+            clear_thinking=clear_thinking,
+        )
+        engine = self.engine()
+        params = engine.resolve(SamplingParams.override(params, **fields))
+        if _count(params) != 1:
+            raise ValueError(f"n={params.n}: a chat has one reply")
+        reply = ChatReply(self.tokenizer, tools, prompt_ids, params)
+        return self._replies(engine, prompt_ids, dataclasses.replace(params, stop=()), reply)
+
+    def _replies(
+        self, engine: Engine, prompt_ids: list[int], params: SamplingParams, reply: ChatReply
+    ) -> Generator[ChatDelta, None, None]:
+        arrived: deque[Delta] = deque()
+        request_id = engine.add(prompt_ids, params, on_delta=arrived.append)
+        try:
+            while True:
+                while not arrived:
+                    engine.advance()
+                delta = reply.add(arrived.popleft())
+                if reply.stop is not None:
+                    engine.cancel(request_id)  # its last delta arrives, if it had not
+                yield delta
+                if delta.completion is not None:
+                    return
         finally:
             engine.cancel(request_id)
 
@@ -284,32 +386,46 @@ class GLM53(nn.Module):
         """
         prompt_list, single = _prompt_list(prompts, None)
         engine = self.engine()
-        params = engine.resolve(SamplingParams(prompt_logprobs=0, n=1))
+        # Nothing is generated: whatever the checkpoint's own defaults say of texts is no matter.
+        params = engine.resolve(SamplingParams(prompt_logprobs=0, n=1, stop=(), bad_words=()))
+        places = [() if single else (i,) for i in range(len(prompt_list))]
         results: list[list[Completion]] = [[] for _ in prompt_list]
         request_ids: list[int] = []
         try:
-            for prompt, result in zip(prompt_list, results, strict=True):
-                request_ids.append(
-                    engine.add(prompt, params, prompt_only=True, on_delta=_collector(result))
-                )
+            for i, (prompt, result) in enumerate(zip(prompt_list, results, strict=True)):
+                try:
+                    request_ids.append(
+                        engine.add(prompt, params, prompt_only=True, on_delta=_collector(result))
+                    )
+                except ValueError as error:
+                    raise error if single else ValueError(f"prompts[{i}]: {error}") from None
             while not all(results):
-                engine.step()
+                engine.advance()
         finally:
-            for request_id in request_ids:
-                engine.cancel(request_id)
-        scores = [_scores(result[0]) for result in results]
+            engine.cancel(*request_ids)
+        scores = [_scores(result[0], *where) for result, where in zip(results, places, strict=True)]
         return scores[0] if single else scores
 
     def _apply(self, fn, recurse=True):
         self._engine = None  # its cache is on the old device, in the old dtype
         return super()._apply(fn, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_engine": None}
+
     @property
     def _has_mtp(self) -> bool:
         return self.network.mtp_layer_idx is not None
 
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        return self._kv_cache_dtype or _default_cache_dtype(self.dtype)
+
+    def _cache_tokens(self) -> int | None:
+        return _cache_tokens(self.config, self._cache_dtype, self._has_mtp, *self._kv_cache_size)
+
     def _default_cache_tokens(self) -> int:
-        token_bytes = bytes_per_token(self.config, self._kv_cache_dtype, mtp=self._has_mtp)
+        token_bytes = bytes_per_token(self.config, self._cache_dtype, mtp=self._has_mtp)
         share = _DEFAULT_MEMORY_SHARE.get(self.device.type, 0.25)
         fitting = int(share * available_bytes(self.device)) // token_bytes
         tokens = min(_DEFAULT_CONTEXTS * self.config.max_position_embeddings, fitting)
@@ -334,9 +450,10 @@ def _collector(result: list[Completion]):
     return on_delta
 
 
-def _scores(completion: Completion) -> Tensor:
+def _scores(completion: Completion, *index: int) -> Tensor:
     if completion.error is not None:
-        raise ArithmeticError(f"a prompt could not be scored: {completion.error}")
+        name = f"prompts[{index[0]}]" if index else "the prompt"
+        raise ArithmeticError(f"{name} could not be scored: {completion.error}")
     assert completion.prompt_logprobs is not None
     pairs = zip(completion.prompt_token_ids[1:], completion.prompt_logprobs[1:], strict=True)
     return torch.tensor([logprobs[i] for i, logprobs in pairs if logprobs], dtype=torch.float32)
@@ -352,6 +469,9 @@ def _cache_tokens(
     """Tokens of the cache that the caller asked for, whole pages; None without a wish."""
     if tokens is not None and num_bytes is not None:
         raise ValueError("give kv_cache_tokens or kv_cache_bytes, not both")
+    for name, value in (("kv_cache_tokens", tokens), ("kv_cache_bytes", num_bytes)):
+        if value is not None:
+            _at_least_1(name, value)
     name, asked = "kv_cache_tokens", tokens
     if num_bytes is not None:
         name, asked = "kv_cache_bytes", num_bytes // bytes_per_token(config, dtype, mtp=mtp)
@@ -363,6 +483,23 @@ def _cache_tokens(
             f"has {PAGE_SIZE}"
         )
     return asked // PAGE_SIZE * PAGE_SIZE
+
+
+def _at_least_1(name: str, value: int) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r}: must be an integer, at least 1")
+    return number
+
+
+def _cache_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if name is not None and dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"kv_cache_dtype={name!r}: must be bfloat16 or float32")
+    return dtype
 
 
 def _torch_dtype(name: torch.dtype | str) -> torch.dtype:
@@ -377,7 +514,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object")
@@ -385,7 +522,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _prompt_list(
-    prompts: Prompt | Sequence[Prompt], attention_mask: Tensor | None
+    prompts: Prompt | Sequence[Prompt] | None, attention_mask: Tensor | None
 ) -> tuple[list[str | list[int]], bool]:
     """Prompts as text or ids, and whether there was only one, not in a list."""
     if attention_mask is not None and not (isinstance(prompts, Tensor) and prompts.dim() == 2):
@@ -399,7 +536,8 @@ def _prompt_list(
         mask_BS = mask_BS.to(prompts.device).bool()
         rows = zip(prompts, mask_BS, strict=True)
         return [_text_or_ids(ids_S[mask_S]) for ids_S, mask_S in rows], False
-    if isinstance(prompts, str | Tensor) or not isinstance(prompts, Iterable):
+    one = isinstance(prompts, str | bytes | bytearray | Mapping | Tensor)
+    if one or not isinstance(prompts, Iterable):
         return [_text_or_ids(prompts)], True
     items = list(prompts)
     if items and all(_is_id(item) for item in items):

@@ -10,12 +10,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from glm53.batch import Batch
+from glm53.batch import Batch, block_table
 from glm53.cache import PAGE_SIZE, KVCache, PagePool
 from glm53.model import Transformer
 from glm53.request import Completion, Delta, Request
@@ -29,27 +29,41 @@ from glm53.sampling import (
     unusable_rows,
 )
 from glm53.scheduler import Chunk, Scheduler
+from glm53.speculative import num_accepted, propose
 from glm53.tokenizer import Tokenizer
 
 # Prompt rows times vocabulary would be gigabytes at once.
 _LOGIT_ROWS = 128
+_DEFAULT_DRAFTS = 5  # the recipe of GLM-5.2 and 5.3
 
 
 @dataclass
 class EngineStats:
-    """Counted since the engine was made. rows: tokens computed; max_rows: most rows of a step."""
+    """Counted since the engine was made. rows: tokens computed; max_rows: most rows of a step;
+    drafted, accepted: speculative tokens; prompt_tokens, cached_tokens: of admitted requests, and
+    those of them found in the prefix tree; evictions: pages that the tree gave back."""
 
     steps: int = 0
     rows: int = 0
     max_rows: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evictions: int = 0
 
 
 class Engine:
     """Continuous batching over one network and one cache.
 
     Not for concurrent use: a second thread that calls in during a call gets a RuntimeError.
-    Requests may be added between steps, and by an `on_delta` callback during one.
+    Requests may be added and cancelled at any time by the thread that steps: between steps, and
+    during one by an `on_delta` callback, a module hook or a signal handler.
+
+    Every delta arrives once. Those of a request with `on_delta` go there, whoever steps; those of
+    all others wait for the next `step`, also when `generate`, `stream`, `score` or `chat` computed
+    them. An `on_delta` that raises ends the call that was stepping, and loses nothing of others.
     """
 
     def __init__(
@@ -62,9 +76,11 @@ class Engine:
         generation_config: dict,
         max_batch_tokens: int,
         max_running: int,
+        prefix_caching: bool = True,
     ) -> None:
         """eos_ids: end a completion unless ignore_eos. generation_config: defaults of sampling
-        parameters. max_batch_tokens: rows of a step; max_running: requests that run at once."""
+        parameters. max_batch_tokens: rows of a step; max_running: requests that run at once.
+        prefix_caching: share full pages between requests that begin alike."""
         self._network = network
         self._tokenizer = tokenizer
         self._cache = cache
@@ -72,28 +88,45 @@ class Engine:
         self._generation_config = generation_config
         self.pool = PagePool(cache.num_pages)
         self.scheduler = Scheduler(
-            self.pool, max_batch_tokens=max_batch_tokens, max_running=max_running
+            self.pool,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            prefix_caching=prefix_caching,
         )
+        self._weights = self._weight_versions()
         self.stats = EngineStats()
         self._next_id = itertools.count()
         self._lock = threading.RLock()
-        self._stepping = False
-        self._undelivered: deque[tuple[Request, Delta]] = deque()
+        self._depth = 0  # calls under way: more than one where hooks and listeners call in
+        self._cancelled: deque[int] = deque()  # ids, to be ended when no step is under way
+        self._for_listeners: deque[tuple[Request, Delta]] = deque()
+        self._for_step: deque[Delta] = deque()
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that wait or run."""
-        return len(self.scheduler.running) + len(self.scheduler.waiting)
+        """Completions that wait or run, or whose last delta has not been fetched by `step`."""
+        last = sum(delta.completion is not None for delta in self._for_step)
+        return len(self.scheduler.running) + len(self.scheduler.waiting) + last
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """`params` with every default filled in; ValueError where this model cannot follow them."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r}: must be a SamplingParams")
+        if params.n is None:  # what a call returns depends on it: that is no file's business
+            params = replace(params, n=1)
         encode = None
         if self._tokenizer is not None:
             encode = functools.partial(self._tokenizer.encode, allow_special=False)
         params = params.resolve(self._generation_config, encode)
         params.check_vocabulary(self._network.config.vocab_size)
-        if params.speculative_tokens:
-            raise ValueError("speculative_tokens: speculative decoding is not available yet")
+        has_mtp = self._network.mtp_layer_idx is not None
+        if params.speculative_tokens is None:
+            params = replace(params, speculative_tokens=_DEFAULT_DRAFTS if has_mtp else 0)
+        if params.speculative_tokens and not has_mtp:
+            raise ValueError(
+                f"speculative_tokens={params.speculative_tokens}: this checkpoint has no MTP layer "
+                "to draft with; 0 is all that is possible"
+            )
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: the model was loaded without a tokenizer; use stop_token_ids")
         return params
@@ -109,15 +142,16 @@ class Engine:
         """Queue a prompt (text, or token ids); returns the request id.
 
         Its `params.n` completions are deltas with the same id and different `index`. on_delta: is
-        called with each of them, besides `step` returning them. prompt_only: no token is
+        called with each of them; without it `step` returns them. prompt_only: no token is
         generated, for `prompt_logprobs`.
 
-        ValueError: an empty prompt, an id outside the vocabulary, a prompt that leaves no room
-        below max_position_embeddings, or one that the whole cache cannot hold.
+        ValueError: text that is not valid Unicode, an empty prompt, an id outside the vocabulary, a
+        prompt that leaves no room below max_position_embeddings, or one that the whole cache
+        cannot hold.
         """
         with self._exclusive():
             config = self._network.config
-            params = self.resolve(params or SamplingParams())
+            params = self.resolve(SamplingParams() if params is None else params)
             prompt_ids = self._prompt_ids(prompt)
             limit = config.max_position_embeddings
             if len(prompt_ids) + (not prompt_only) > limit:
@@ -127,6 +161,7 @@ class Engine:
                 )
             assert params.max_new_tokens is not None and params.n is not None
             wanted = len(prompt_ids) + (0 if prompt_only else params.max_new_tokens)
+            self._drop_stale_prefixes()
             request_id = next(self._next_id)
             for index in range(params.n):
                 sampler = SamplerState(
@@ -151,40 +186,78 @@ class Engine:
                 self.scheduler.add(request)
             return request_id
 
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """Compute one batch of rows; what came of it. Empty when nothing is unfinished."""
-        with self._exclusive():
-            if self._stepping:
-                raise RuntimeError("step() was called from an on_delta callback of a step")
-            self._stepping = True
-            try:
-                return self._step()
-            finally:
-                self._stepping = False
+        """Compute one batch of rows; what came of it, for requests without `on_delta`.
 
-    def cancel(self, request_id: int) -> list[Delta]:
-        """End a request's unfinished completions; their last deltas. Unknown ids: nothing."""
+        Also what earlier calls computed for these requests, first. Empty when nothing is
+        unfinished, and when all that is has a listener.
+        """
+        self.advance()
+        return self._fetch()
+
+    def advance(self) -> None:
+        """`step` that leaves the deltas of requests without `on_delta` to the next `step`."""
+        self._advance()
+
+    def cancel(self, *request_ids: int) -> list[Delta]:
+        """End the unfinished completions of some requests; their deltas that nobody has had yet.
+
+        Unknown ids: nothing. Within a step (an `on_delta` callback, a hook) the requests end with
+        that step: nothing is returned, their last deltas arrive as all others do.
+        """
         with self._exclusive():
-            cancelled = [r for r in self.scheduler if r.request_id == request_id]
-            return self._deliver([(r, r.finish("cancelled")) for r in cancelled])
+            self._cancelled += request_ids
+            if self._depth == 1:
+                self._deliver()
+                return self._fetch(frozenset(request_ids))
+            return []
 
     def run(self) -> dict[int, list[Completion]]:
-        """Step until nothing is left: completions by request id."""
+        """Step until nothing is left: completions by request id, also of those with a listener.
+
+        After an error nothing that had no listener is lost: the next `run` or `step` has it.
+        """
+        deltas: list[Delta] = []
+        while self.scheduler.running or self.scheduler.waiting:
+            deltas += [delta for request, delta in self._advance() if request.on_delta is not None]
         finished: dict[int, list[Completion]] = {}
-        while self.num_unfinished:
-            for delta in self.step():
-                if delta.completion is not None:
-                    finished.setdefault(delta.request_id, []).append(delta.completion)
+        for delta in [*deltas, *self._fetch()]:
+            if delta.completion is not None:
+                finished.setdefault(delta.request_id, []).append(delta.completion)
         return finished
 
-    def _step(self) -> list[Delta]:
+    @torch.inference_mode()
+    def _advance(self) -> list[tuple[Request, Delta]]:
+        with self._exclusive():
+            if self._depth > 1:
+                raise RuntimeError(
+                    "a step within a call of the engine, by an on_delta callback or a module hook"
+                )
+            news = self._step()
+            self._post(news)
+            self._deliver()
+            return news
+
+    def _fetch(self, request_ids: frozenset[int] | None = None) -> list[Delta]:
+        """Take the deltas that wait for `step`; of some requests only, if ids are given."""
+        with self._exclusive():
+            waiting, self._for_step = self._for_step, deque()
+            wanted: list[Delta] = []
+            for delta in waiting:
+                if request_ids is None or delta.request_id in request_ids:
+                    wanted.append(delta)
+                else:
+                    self._for_step.append(delta)
+            return wanted
+
+    def _step(self) -> list[tuple[Request, Delta]]:
         chunks = self.scheduler.schedule()
-        self.stats.preemptions = self.scheduler.num_preemptions
+        for name in ("preemptions", "prompt_tokens", "cached_tokens", "evictions"):
+            setattr(self.stats, name, getattr(self.scheduler, f"num_{name}"))
         if not chunks:
-            return self._deliver([])
+            return []
         batch = Batch.paged(
-            [(_next_tokens(c), c.request.num_computed, c.request.pages) for c in chunks],
+            [(c.token_ids, c.request.num_computed, c.request.pages) for c in chunks],
             PAGE_SIZE,
             self._network.device,
         )
@@ -194,56 +267,170 @@ class Engine:
         self.stats.rows += rows
         self.stats.max_rows = max(self.stats.max_rows, rows)
 
-        outcomes: dict[Request, Sample | SamplingError] = {}
-        sampling: list[tuple[Request, int]] = []
-        first_row = 0
-        for chunk in chunks:
+        outcomes: dict[Request, list[Sample] | SamplingError] = {}
+        sampling: list[tuple[Chunk, int]] = []
+        first_rows = list(itertools.accumulate((len(c.token_ids) for c in chunks), initial=0))
+        for chunk, first_row in zip(chunks, first_rows, strict=False):
             request = chunk.request
-            rows_TD = hidden_TD[first_row : first_row + chunk.count]
-            first_row += chunk.count
-            error = self._prompt_logprobs(request, rows_TD)
+            error = self._prompt_logprobs(request, hidden_TD[first_row : first_row + chunk.count])
             if error is not None:
                 outcomes[request] = error
             elif chunk.count == request.num_remaining and not request.prompt_only:
-                sampling.append((request, first_row - 1))
+                sampling.append((chunk, first_row + chunk.count - 1))
         outcomes |= self._sample(hidden_TD, sampling)
+        drafts = self._draft(chunks, first_rows, batch, hidden_TD, outcomes)
 
         # Until here a step that raises has changed no request, and the next one repeats it.
         news: list[tuple[Request, Delta]] = []
         for chunk in chunks:
             request = chunk.request
             outcome = outcomes.get(request)
+            request.num_computed += chunk.count
+            request.drafts = drafts.get(request, [])
             if isinstance(outcome, SamplingError):
                 news.append((request, request.finish("error", str(outcome))))
             elif outcome is not None:
-                news.append((request, request.accept(outcome.token_id, outcome.logprobs)))
-            elif request.prompt_only and chunk.count == request.num_remaining:
+                news += self._accept(chunk, outcome)
+            elif request.prompt_only and request.num_remaining == 0:
                 news.append((request, request.finish("length")))
-            request.num_computed += chunk.count
-        return self._deliver(news)
+            if not isinstance(outcome, SamplingError):
+                self.scheduler.share(request)
+        return news
+
+    def _drop_stale_prefixes(self) -> None:
+        """Keys computed with other weights are no prefix of anything."""
+        weights = self._weight_versions()
+        if weights != self._weights:
+            self._weights = weights
+            self.scheduler.drop_prefixes()
+
+    def _weight_versions(self) -> int:
+        """Changes when a parameter is written in place or replaced."""
+        return hash(tuple((id(p), p._version) for p in self._network.parameters()))
 
     def _sample(
-        self, hidden_TD: Tensor, sampling: list[tuple[Request, int]]
-    ) -> dict[Request, Sample | SamplingError]:
-        """The next token of every request in `sampling`, given with its row of hidden_TD."""
+        self, hidden_TD: Tensor, sampling: list[tuple[Chunk, int]]
+    ) -> dict[Request, list[Sample] | SamplingError]:
+        """What each request in `sampling` (given with the row of its last token) goes on with:
+        its accepted drafts, then one more token."""
         if not sampling:
             return {}
-        logits_TW = self._network.lm_head(hidden_TD[[row for _, row in sampling]])
-        samples = sample(logits_TW, [request.sampler.row() for request, _ in sampling])
-        return {request: s for (request, _), s in zip(sampling, samples, strict=True)}
+        rows = [row + i for chunk, row in sampling for i in range(1 + len(chunk.drafts))]
+        logits_TW = self._network.lm_head(hidden_TD[rows])
+        samples = sample(
+            logits_TW,
+            [
+                chunk.request.sampler.row(chunk.drafts[:i])
+                for chunk, _ in sampling
+                for i in range(1 + len(chunk.drafts))
+            ],
+        )
+        outcomes: dict[Request, list[Sample] | SamplingError] = {}
+        for chunk, _ in sampling:
+            own = samples[: 1 + len(chunk.drafts)]
+            samples = samples[len(own) :]
+            # A row after the first rejected draft stands for nothing, broken or not. A row broken
+            # after accepted drafts is left to the next step, which begins with it: these drafts
+            # may have ended the request.
+            ids = [-1 if isinstance(s, SamplingError) else s.token_id for s in own]
+            kept = own[: 1 + num_accepted(ids, chunk.drafts)]
+            outcomes[chunk.request] = (
+                own[0]
+                if isinstance(own[0], SamplingError)
+                else [s for s in kept if isinstance(s, Sample)]
+            )
+        return outcomes
 
-    def _deliver(self, news: list[tuple[Request, Delta]]) -> list[Delta]:
+    def _draft(
+        self,
+        chunks: list[Chunk],
+        first_rows: list[int],
+        batch: Batch,
+        hidden_TD: Tensor,
+        outcomes: dict[Request, list[Sample] | SamplingError],
+    ) -> dict[Request, list[int]]:
+        """Drafts for the next step; runs the MTP layer over every row whose token stands."""
+        rows: list[int] = []
+        next_ids: list[int] = []
+        drafting: list[Request] = []
+        last_rows: list[int] = []
+        num_drafts: list[int] = []
+        for chunk, first_row in zip(chunks, first_rows, strict=False):
+            request, outcome = chunk.request, outcomes.get(chunk.request)
+            wanted = request.params.speculative_tokens or 0
+            if not wanted or request.prompt_only or isinstance(outcome, SamplingError):
+                continue
+            start = request.num_computed + 1
+            known = request.tokens[start : start + chunk.count]
+            new = [s.token_id for s in outcome or ()]
+            next_ids += [*known, *new]
+            rows += range(first_row, first_row + len(known) + len(new))
+            if outcome is None:
+                continue
+            length = len(request.tokens) + len(new)
+            # The step that verifies k drafts emits up to k + 1 tokens.
+            wanted = min(wanted, request.max_tokens - length - 1)
+            held = self.scheduler.reserve(request, length + max(0, wanted))
+            wanted = min(wanted, held - length)
+            if wanted > 0:
+                drafting.append(request)
+                last_rows.append(len(rows) - 1)
+                num_drafts.append(wanted)
+        if not rows:
+            return {}
+        device = hidden_TD.device
+        rows_R = torch.tensor(rows, device=device)
+        # The pages reserved just now are not in the table of the target's forward.
+        table_BP = block_table([chunk.request.pages for chunk in chunks], device)
+        proposed = propose(
+            self._network,
+            self._cache,
+            replace(batch, block_table=table_BP).select(rows_R),
+            hidden_TD[rows_R],
+            torch.tensor(next_ids, device=device),
+            last_rows,
+            num_drafts,
+        )
+        return dict(zip(drafting, proposed, strict=True))
+
+    def _accept(self, chunk: Chunk, samples: list[Sample]) -> list[tuple[Request, Delta]]:
+        request, accepted = chunk.request, len(samples) - 1
+        request.num_computed += accepted
+        request.count_step(len(chunk.drafts), accepted)
+        self.stats.drafted += len(chunk.drafts)
+        self.stats.accepted += accepted
+        news: list[tuple[Request, Delta]] = []
+        for sampled in samples:
+            news.append((request, request.accept(sampled.token_id, sampled.logprobs)))
+            if news[-1][1].completion is not None:
+                break  # a stop among the accepted drafts: what follows it was never asked for
+        return news
+
+    def _post(self, news: list[tuple[Request, Delta]]) -> None:
         # Ended requests give back their pages before any listener hears of them.
         for request, delta in news:
             if delta.completion is not None:
                 self.scheduler.remove(request)
-        # A queue: a listener that cancels requests, or raises, neither reorders nor loses deltas.
-        self._undelivered += news
-        while self._undelivered:
-            request, delta = self._undelivered.popleft()
-            if request.on_delta is not None:
+        self._for_step += [delta for request, delta in news if request.on_delta is None]
+        self._for_listeners += [item for item in news if item[0].on_delta is not None]
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            ended = [r for r in self.scheduler if r.request_id == request_id]
+            self._post([(request, request.finish("cancelled")) for request in ended])
+
+    def _deliver(self) -> None:
+        """Call the listeners: what one cancels is told in its turn, after what came before."""
+        self._end_cancelled()
+        while self._for_listeners:
+            request, delta = self._for_listeners[0]
+            assert request.on_delta is not None
+            try:
                 request.on_delta(delta)
-        return [delta for _, delta in news]
+            finally:  # only now: an interrupt before the call must not lose it
+                self._for_listeners.popleft()
+            self._end_cancelled()
 
     def _prompt_logprobs(self, request: Request, rows_TD: Tensor) -> SamplingError | None:
         """Record those of a prompt chunk; what is wrong with its logits, if anything."""
@@ -288,12 +475,11 @@ class Engine:
     def _exclusive(self):
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("an engine belongs to one thread: another one is using it")
+        self._depth += 1
         try:
             yield
         finally:
+            if self._depth == 1:  # what was cancelled during a step that raised, or an `add`
+                self._end_cancelled()
+            self._depth -= 1
             self._lock.release()
-
-
-def _next_tokens(chunk: Chunk) -> list[int]:
-    start = chunk.request.num_computed
-    return chunk.request.tokens[start : start + chunk.count]

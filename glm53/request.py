@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from glm53.prefix import Node
 from glm53.sampling import SamplerState, SamplingParams
 from glm53.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 
@@ -19,13 +20,30 @@ _PROMPT_TAIL = 8
 class Metrics:
     """ttft: seconds from adding the request to its first token (None: no token came);
     tokens_per_second: over the tokens after the first; preemptions: how often its pages were taken
-    and its tokens recomputed; drafted, accepted: speculative tokens."""
+    and its tokens recomputed; drafted, accepted: speculative tokens; cached_tokens: prompt tokens
+    whose keys were shared with earlier requests.
+
+    decode_steps: steps that sampled for this completion; token_latency, step_latency: mean seconds
+    between tokens and between such steps, which differ under speculation; accepted_at: how many
+    drafts were accepted at each position of a step's drafts."""
 
     ttft: float | None = None
     tokens_per_second: float | None = None
     preemptions: int = 0
+    cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    decode_steps: int = 0
+    token_latency: float | None = None
+    step_latency: float | None = None
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean tokens of a step, the sampled one included."""
+        return (
+            (self.accepted + self.decode_steps) / self.decode_steps if self.decode_steps else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +113,12 @@ class Request:
         self.on_delta = on_delta
         self.num_computed = 0
         self.pages: list[int] = []
+        self.drafts: list[int] = []  # to be verified by the next step
+        # Nodes of the first pages, in the order of `pages`; None: its pages must not be shared.
+        self.prefix_path: list[Node] | None = []
+        self.num_cached = 0  # prompt tokens found in the prefix tree when it was admitted first
+        self._drafted = self._decode_steps = 0
+        self._accepted_at: list[int] = []
         self.preemptions = 0
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self._logprobs: list[Logprobs] = []
@@ -119,8 +143,21 @@ class Request:
         return len(self.tokens) - self.num_computed
 
     @property
+    def speculates(self) -> bool:
+        """Does the MTP layer run over this request's rows."""
+        return bool(self.params.speculative_tokens) and not self.prompt_only
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None
+
+    def count_step(self, drafted: int, accepted: int) -> None:
+        """Count a step that sampled, with the drafts it verified."""
+        self._decode_steps += 1
+        self._drafted += drafted
+        self._accepted_at += [0] * (drafted - len(self._accepted_at))
+        for i in range(accepted):
+            self._accepted_at[i] += 1
 
     def accept(self, token_id: int, logprobs: Logprobs | None) -> Delta:
         """Add a sampled token; the delta says whether it was the last."""
@@ -188,12 +225,23 @@ class Request:
         return Delta(self.request_id, self.index, new_ids, text, logprobs)
 
     def _metrics(self) -> Metrics:
-        if self._first_at is None or self._last_at is None:
-            return Metrics(preemptions=self.preemptions)
-        later = len(self.tokens) - self.prompt_length - 1
-        seconds = self._last_at - self._first_at
+        ttft = per_second = per_token = per_step = None
+        if self._first_at is not None and self._last_at is not None:
+            ttft = self._first_at - self._added_at
+            seconds = self._last_at - self._first_at
+            later = len(self.tokens) - self.prompt_length - 1
+            if later and seconds:
+                per_second, per_token = later / seconds, seconds / later
+                per_step = seconds / max(1, self._decode_steps - 1)
         return Metrics(
-            ttft=self._first_at - self._added_at,
-            tokens_per_second=later / seconds if later and seconds else None,
+            ttft=ttft,
+            tokens_per_second=per_second,
             preemptions=self.preemptions,
+            cached_tokens=self.num_cached,
+            drafted=self._drafted,
+            accepted=sum(self._accepted_at),
+            decode_steps=self._decode_steps,
+            token_latency=per_token,
+            step_latency=per_step,
+            accepted_at=tuple(self._accepted_at),
         )

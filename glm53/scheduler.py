@@ -5,6 +5,9 @@ requests, oldest first each time, within a budget of rows per step. A request is
 pages of all its tokens are free, so only decoding grows; when a page is missing then, the request
 that was admitted last gives up its pages and waits in front of the queue to be recomputed. The
 oldest request can always go on, so every step makes progress.
+
+Full pages are shared: a request starts with the pages that the prefix tree has for its tokens, and
+enters its own as they fill. Pages that only the tree holds count as free.
 """
 
 from collections import deque
@@ -12,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm53.cache import PAGE_SIZE, PagePool
+from glm53.prefix import Node, PrefixTree
 from glm53.request import Request
 
 
@@ -22,17 +26,31 @@ def pages_for(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` rows of a request, from position `request.num_computed` on."""
+    """`count` rows of a request, from position `request.num_computed` on, then its drafts."""
 
     request: Request
     count: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        start = self.request.num_computed
+        return [*self.request.tokens[start : start + self.count], *self.drafts]
 
 
 class Scheduler:
-    """Requests, oldest first, and their pages."""
+    """Requests, oldest first, and their pages, some of which the prefix tree holds as well."""
 
-    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_running: int) -> None:
-        """max_batch_tokens: rows of a step at most; max_running: requests that hold pages."""
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        """max_batch_tokens: rows of a step at most; max_running: requests that hold pages;
+        prefix_caching: keep full pages of finished requests for later ones."""
         if max_running < 1:
             raise ValueError(f"max_running={max_running}: must be at least 1")
         if max_batch_tokens < max_running:
@@ -45,11 +63,13 @@ class Scheduler:
         self.max_running = max_running
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
-        self.num_preemptions = 0
+        self.prefix = PrefixTree(PAGE_SIZE) if prefix_caching else None
+        self.num_preemptions = self.num_evictions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self.running
-        yield from self.waiting
+        # Copies: a hook may add requests while somebody looks for one.
+        yield from [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -77,46 +97,139 @@ class Scheduler:
         """The rows of the next step, with pages for all of them; empty if nothing waits."""
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
-        for request in list(self.running):
+        decoding = [request for request in self.running if request.num_remaining == 1]
+        # Every request gets its row before any gets rows for drafts.
+        for request in decoding:
             # A request preempted for an earlier one in this loop no longer runs.
-            if request.pages and request.num_remaining == 1 and self._grow(request):
-                chunks.append(Chunk(request, 1))
-                budget -= 1
+            if request.pages:
+                self._grow(request)
+        decoding = [request for request in decoding if request.pages]
+        for i, request in enumerate(decoding):
+            rows_of_others = len(decoding) - i - 1
+            drafts = tuple(request.drafts[: budget - 1 - rows_of_others])
+            chunks.append(Chunk(request, 1, drafts))
+            budget -= 1 + len(drafts)
         for request in self.running:
             if budget and request.num_remaining > 1:
                 chunks.append(Chunk(request, min(request.num_remaining, budget)))
                 budget -= chunks[-1].count
-        while budget and self.waiting and len(self.running) < self.max_running:
-            request = self.waiting[0]
-            pages = self.pool.allocate(pages_for(len(request.tokens)))
-            if pages is None:
+        for request in list(self.waiting):
+            if not budget or len(self.running) == self.max_running:
                 break
-            request.pages = pages
-            self.running.append(self.waiting.popleft())
+            if self._waits_for_sibling(request):
+                continue
+            if not self._admit(request):
+                break
             chunks.append(Chunk(request, min(request.num_remaining, budget)))
             budget -= chunks[-1].count
         return chunks
 
-    def _grow(self, request: Request) -> bool:
-        """A page for the request's next row, taken from the newest requests if need be.
+    def share(self, request: Request) -> None:
+        """Enter the request's full pages into the prefix tree, for requests to come."""
+        if self.prefix is None or request.prefix_path is None:
+            return
+        kind, path = request.speculates, request.prefix_path
+        # The row of the MTP layer at a page's end needs the token after it.
+        known = min(request.num_computed, len(request.tokens) - kind)
+        while len(path) < min(known // PAGE_SIZE, len(request.pages)):
+            node = path[-1] if path else self.prefix.root(kind)
+            page = request.pages[len(path)]
+            node, is_new = self.prefix.extend(node, request.tokens, page, kind)
+            if is_new:
+                self.pool.share([page])
+            path.append(node)
 
-        False: the request was itself the newest and had to give up its own.
+    def drop_prefixes(self) -> None:
+        """Forget every shared page; running requests keep theirs, and share nothing any more."""
+        if self.prefix is not None:
+            self.pool.release(self.prefix.clear())
+            for request in self.running:
+                request.prefix_path = None
+
+    def reserve(self, request: Request, num_tokens: int) -> int:
+        """Pages for so many tokens of a running request, as far as free pages go.
+
+        Returns how many tokens its pages hold now. Nothing is preempted: this is for drafts.
+        """
+        missing = pages_for(num_tokens) - len(request.pages)
+        request.pages += self.pool.allocate(max(0, min(missing, self.pool.num_free))) or []
+        return len(request.pages) * PAGE_SIZE
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """Completions of one prompt wait until the first has computed what they can share."""
+        return (
+            self.prefix is not None
+            and request.prompt_length > PAGE_SIZE
+            and any(
+                other.request_id == request.request_id
+                and other.num_computed < other.prompt_length - 1
+                for other in self.running
+            )
+        )
+
+    def _admit(self, request: Request) -> bool:
+        path: list[Node] = []
+        # prompt_logprobs need the logits of every position, so every position is computed.
+        if self.prefix is not None and not request.wants_prompt_logprobs:
+            path = self.prefix.match(request.tokens, request.speculates)
+        shared = [node.page for node in path]
+        self.pool.share(shared)  # first of all: nothing may evict them now
+        own = self._allocate(pages_for(len(request.tokens)) - len(shared))
+        if own is None:
+            self.pool.release(shared)
+            return False
+        request.pages = shared + own
+        request.prefix_path = path
+        request.num_computed = len(shared) * PAGE_SIZE
+        if not request.preemptions:
+            request.num_cached = request.num_computed
+            self.num_prompt_tokens += request.prompt_length
+            self.num_cached_tokens += request.num_cached
+        self.waiting.remove(request)
+        self.running.append(request)
+        return True
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """Free pages, or those that only the prefix tree holds."""
+        missing = count - self.pool.num_free
+        if missing > 0 and self.prefix is not None:
+            evicted = self.prefix.evict(missing, lambda page: self.pool.references(page) == 1)
+            self.pool.release(evicted)
+            self.num_evictions += len(evicted)
+        return self.pool.allocate(count)
+
+    def _grow(self, request: Request) -> None:
+        """A page for the request's next row, taken from drafts or the newest requests if need be.
+
+        A request that is itself the newest may have to give up its own pages.
         """
         while len(request.pages) < pages_for(len(request.tokens)):
-            pages = self.pool.allocate(1)
+            pages = self._allocate(1)
             if pages is not None:
                 request.pages += pages
+                continue
+            if self._drop_drafts():
                 continue
             newest = self.running.pop()
             self._free(newest)
             newest.num_computed = 0
+            newest.drafts = []
             newest.preemptions += 1
             self.num_preemptions += 1
             self.waiting.appendleft(newest)
             if newest is request:
-                return False
-        return True
+                return
+
+    def _drop_drafts(self) -> bool:
+        """Free one page that a request holds for drafts only, if there is any."""
+        for request in reversed(self.running):
+            if len(request.pages) > pages_for(len(request.tokens)):
+                self.pool.release([request.pages.pop()])
+                del request.drafts[len(request.pages) * PAGE_SIZE - len(request.tokens) :]
+                return True
+        return False
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.pages = []
+        request.prefix_path = []

@@ -1,5 +1,6 @@
 """Requests, tokenizers and tiny models for the tests of generation, and plain loops as oracles."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import tokenizers
@@ -100,17 +101,22 @@ def greedy(model: GLM53, prompt: Sequence[int], count: int, stop_ids=()) -> list
 
 
 def audit(engine: Engine) -> None:
-    """Every page is held once by one running request, or free."""
-    held = [page for request in engine.scheduler.running for page in request.pages]
-    assert len(held) == len(set(held))
-    assert not any(request.pages for request in engine.scheduler.waiting)
-    references = [engine.pool.references(page) for page in range(engine.pool.num_pages)]
-    assert references == [int(page in held) for page in range(engine.pool.num_pages)]
-    assert engine.pool.num_free == engine.pool.num_pages - len(held)
+    """References of every page: one for each running request that has it, one for the tree."""
+    scheduler, pool = engine.scheduler, engine.pool
+    held = Counter(page for request in scheduler.running for page in request.pages)
+    held.update(scheduler.prefix.pages() if scheduler.prefix else ())
+    assert not any(request.pages for request in scheduler.waiting)
+    for request in scheduler.running:
+        assert len(request.pages) == len(set(request.pages))
+    assert [pool.references(page) for page in range(pool.num_pages)] == [
+        held[page] for page in range(pool.num_pages)
+    ]
+    assert pool.num_free == pool.num_pages - len(held)
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing unfinished and every page back in the pool."""
+    """Nothing unfinished, and every page free or held by the prefix tree alone."""
     audit(engine)
     assert engine.num_unfinished == 0
-    assert engine.pool.num_free == engine.pool.num_pages
+    cached = len(engine.scheduler.prefix or ())
+    assert engine.pool.num_free + cached == engine.pool.num_pages

@@ -108,6 +108,9 @@ def test_an_empty_list_is_no_prompts(model):
         (torch.tensor([True]), None, "1-D tensor of integers"),
         (torch.zeros(1, 1, 1, dtype=torch.int64), None, "1-D tensor of integers"),
         (5, None, "a prompt must be text"),
+        ({"input_ids": [9, 10]}, None, "a prompt must be text"),
+        (b"abc", None, "a prompt must be text"),
+        ("a\udcff", None, "not valid Unicode"),
         (None, None, "a prompt must be text"),
         ("", None, "empty"),
         (torch.empty(0, dtype=torch.int64), None, "empty"),
@@ -116,6 +119,27 @@ def test_an_empty_list_is_no_prompts(model):
 def test_prompts_that_are_refused(model, prompts, mask, message):
     with pytest.raises(ValueError, match=message):
         model.generate(prompts, GREEDY, attention_mask=mask)
+
+
+def test_text_that_is_not_unicode_fails_alone(model):
+    good, bad = model.generate(["abc", "a\udcff"], GREEDY)
+    assert good.error is None and len(good.token_ids) == 6
+    assert bad.finish_reason == "error" and "not valid Unicode" in bad.error
+
+
+def test_transformers_way_to_call_is_named(model):
+    ids = torch.tensor([[9, 10]])
+    with pytest.raises(ValueError, match="input_ids is called prompts"):
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match=r"params=\{'temperature': 0\}"):
+        model.engine().add([9], {"temperature": 0})
+
+
+def test_score_names_the_prompt(model):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: the prompt is empty"):
+        model.score([[9, 10], []])
+    with pytest.raises(ValueError, match=r"^the prompt is empty"):
+        model.score("")
 
 
 def test_control_tokens_in_a_prompt_are_control_tokens(model):
@@ -196,6 +220,24 @@ def test_a_bad_generation_config_is_named():
         _model(generation_config={"top_p": 7}).generate("a")
     with pytest.raises(ValueError, match=r"generation_config.eos_token_id=-1"):
         _model(generation_config={"eos_token_id": -1})
+
+
+def test_a_file_does_not_change_what_a_call_returns(caplog):
+    model = _model(generation_config={"num_return_sequences": 3, "max_length": 50, "top_k": 1})
+    assert len(model.generate("a", max_new_tokens=2, ignore_eos=True).token_ids) == 2
+    assert len(model.generate("a", max_new_tokens=2, n=2)) == 2
+    ends = [d.completion is not None for d in model.stream("a", max_new_tokens=2, ignore_eos=True)]
+    assert ends == [False, True]
+    assert [r.getMessage() for r in caplog.records] == [
+        "generation_config.json: max_length=50 is not supported"
+    ]
+
+
+def test_score_needs_nothing_of_the_files_texts():
+    model = _model(tokenizer=None, generation_config={"stop_strings": ["x"]})
+    assert model.score([9, 10, 11]).shape == (2,)
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        model.generate([9, 10, 11])
 
 
 def test_the_librarys_own_defaults(model):

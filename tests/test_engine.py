@@ -24,7 +24,7 @@ LENGTHS = (1, 3, 9, 30, 67)
 NEW = 12
 # Logits of about 10, summed in another order for every number of rows: 3e-6 of them.
 TOLERANCE = 3e-5
-GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
+GREEDY = SamplingParams(speculative_tokens=0, temperature=0, max_new_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

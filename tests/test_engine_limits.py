@@ -307,25 +307,6 @@ def test_callbacks_may_add_and_cancel(own, prompts, expected):
     _check(own, prompts, expected)
 
 
-def test_a_listener_that_raises_costs_the_others_nothing(own, prompts, expected):
-    engine = own.engine()
-    seen = []
-
-    def raising(delta):
-        raise LookupError("listener")
-
-    bad = engine.add(prompts[0], GREEDY, on_delta=raising)
-    engine.add(prompts[1], GREEDY, on_delta=seen.append)
-    with pytest.raises(LookupError, match="listener"):
-        engine.step()
-    with pytest.raises(LookupError, match="listener"):
-        engine.cancel(bad)
-    engine.run()
-    assert [i for delta in seen for i in delta.token_ids] == expected[1]
-    assert seen[-1].completion is not None
-    _check(own, prompts, expected)
-
-
 def test_cancel(own, prompts, expected):
     engine = own.engine()
     assert engine.cancel(12345) == []

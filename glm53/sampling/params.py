@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
 
-# Used where neither the caller nor generation_config.json says anything. The four fields that are
+# Used where neither the caller nor generation_config.json says anything. The fields that are
 # absent (allowed_token_ids, seed, logprobs, prompt_logprobs) stay None: no restriction, no seed,
-# no log-probabilities.
+# no log-probabilities. speculative_tokens depends on the checkpoint: the engine fills it in.
 LIBRARY_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 256,
     "min_new_tokens": 0,
@@ -36,7 +36,6 @@ LIBRARY_DEFAULTS: dict[str, Any] = {
     "ignore_eos": False,
     "n": 1,
     "logprobs_mode": "raw",
-    "speculative_tokens": 0,
 }
 
 _NO_BEAMS = "beam search is not supported; n draws several samples"
@@ -125,7 +124,8 @@ class SamplingParams:
     - `logprobs`, `prompt_logprobs`: the top N of every new / prompt token, 0 for only the token
       itself, None for none. `logprobs_mode`: "raw" is the model's distribution; "processed" is the
       one sampled from, after every step (greedy rows: before temperature, which they do not use).
-    - `speculative_tokens`: drafts per step, 0 for none.
+    - `speculative_tokens`: drafts per step, 0 to 8; default 5 if the checkpoint has an MTP
+      layer, else 0.
     """
 
     max_new_tokens: int | None = None
@@ -386,5 +386,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _int_from(0),
     "prompt_logprobs": _int_from(0),
     "logprobs_mode": _mode,
-    "speculative_tokens": _int_from(0),
+    "speculative_tokens": _int_from(0, 8),
 }
