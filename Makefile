@@ -18,14 +18,15 @@ PYTEST_ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) $(PYTEST_ARGS)
 PYTEST211 := OMP_NUM_THREADS=1 $(BIN211)/python -m pytest -q -n $(PYTEST_JOBS) $(PYTEST_ARGS)
 
-DEMO_PROMPT := def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file."""\n
+DEMO_PROMPT := class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self, items=()):\n        self._items = list(items)\n\n    def push(self, item):
 
 .PHONY: demo test test-all test-2.11 lint types contracts format clean
 .DEFAULT_GOAL := test
 
+# One thread: to share the work of so small a model costs more than the work.
 demo: $(VENV)/.installed
-	$(BIN)/python scripts/generate.py --prompt "$$(printf '$(DEMO_PROMPT)    ')" \
-		--max-new-tokens 96 --temperature 0 --stream --stats
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/generate.py --prompt "$$(printf '$(DEMO_PROMPT)')" \
+		--max-new-tokens 96 --temperature 0.7 --top-p 0.9 --seed 3 --stream --stats
 
 test: lint types contracts
 	$(PYTEST)
