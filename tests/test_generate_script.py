@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "generate.py"
-PROMPT = "def read_lines(path):\n"
+PROMPT = "def read_lines(path):"
 
 
 @pytest.fixture(scope="module")
