@@ -268,9 +268,13 @@ def _verify(drafts, settings, draws, seed) -> list[list[int]]:
 def _check_emitted(drafts, settings, draws, seed=0) -> None:
     emitted = _verify(drafts, settings, draws, seed)
     assert len(emitted) == draws
+    probabilities: list[float] = []
     for i in range(len(drafts) + 1):
         # The i-th token, of the steps whose first i drafts were accepted.
         reached = [ids[i] for ids in emitted if len(ids) > i]
+        if i and probabilities[drafts[i - 1]] == 0:
+            assert not reached, "a draft that cannot be sampled is never accepted"
+            break
         probabilities = _worked_out(WEIGHTS[i], settings, drafts[:i])
         assert _fits([reached.count(token) for token in range(8)], probabilities)
         if i < len(drafts) and 0 < (p := probabilities[drafts[i]]) < 1:
