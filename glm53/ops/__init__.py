@@ -2,7 +2,7 @@
 
 from glm53.ops.cache_write import cache_write
 from glm53.ops.index_select import index_select, logical_to_physical
-from glm53.ops.no_autocast import no_autocast
+from glm53.ops.precision import no_autocast
 from glm53.ops.routed_experts import routed_experts
 from glm53.ops.sparse_mla import sparse_mla
 

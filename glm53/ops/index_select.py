@@ -27,7 +27,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from glm53.ops.no_autocast import no_autocast
+from glm53.ops.precision import no_autocast
 
 # fp32 elements of the largest [rows, heads, keys] and [rows, keys] temporaries: 8 MiB, which stays
 # in a last-level cache; it bounds memory, not results.
@@ -134,10 +134,8 @@ def _index_select(
         while scored:
             num_keys = max(lengths[t] for t in scored)
             per_row = max(num_keys, num_heads * min(num_keys, TILE_KEYS))
-            rows, scored = (
-                scored[: max(1, TILE_ELEMENTS // per_row)],
-                scored[max(1, TILE_ELEMENTS // per_row) :],
-            )
+            step = max(1, TILE_ELEMENTS // per_row)
+            rows, scored = scored[:step], scored[step:]
             row_ids = torch.tensor(rows, device=q_TJG.device)
             scores_US = _scores(
                 q_TJG[row_ids],

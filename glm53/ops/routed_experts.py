@@ -12,18 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm53.ops.no_autocast import no_autocast
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from glm53.ops.precision import compute_dtype, no_autocast
 
 
 def routed_experts_ref(
     x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The semantics, one (token, expert) pair at a time."""
-    dtype = _compute_dtype(x_TD.dtype)
+    dtype = compute_dtype(x_TD.dtype)
     out_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
     for t, experts in enumerate(ids_TK.tolist()):
         for k, e in enumerate(experts):
@@ -47,7 +43,7 @@ def _groups(ids_TK: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
 def _routed_experts(
     x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    out_TD = torch.zeros(x_TD.shape, dtype=_compute_dtype(x_TD.dtype), device=x_TD.device)
+    out_TD = torch.zeros(x_TD.shape, dtype=compute_dtype(x_TD.dtype), device=x_TD.device)
     weights = weights_TK.flatten()
     for e, assignments in _groups(ids_TK, gate_up_EFD.shape[0]):
         tokens = assignments // ids_TK.shape[1]
@@ -74,7 +70,7 @@ def _routed_experts_backward(
     weights_TK: Tensor,
     needs_expert_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(x_TD.dtype)
+    dtype = compute_dtype(x_TD.dtype)
     grad_x_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
     # Frozen experts are by far the largest tensors of the model: no gradients unless asked for.
     grad_gate_up = gate_up_EFD.new_zeros(gate_up_EFD.shape if needs_expert_grads else (0,))

@@ -16,14 +16,10 @@ row). Returns out_THC [T, H, value_dim] in q's dtype and lse_TH [T, H].
 import torch
 from torch import Tensor
 
-from glm53.ops.no_autocast import no_autocast
+from glm53.ops.precision import compute_dtype, no_autocast
 
 # Elements of one gathered tile [rows, selected, X]: bounds memory at any context length.
 TILE_ELEMENTS = 1 << 22
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sparse_mla_ref(
@@ -35,7 +31,7 @@ def sparse_mla_ref(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The semantics, one token at a time."""
-    dtype = _compute_dtype(q_THX.dtype)
+    dtype = compute_dtype(q_THX.dtype)
     out_THC = q_THX.new_zeros(*q_THX.shape[:2], value_dim)
     lse_TH = q_THX.new_full(q_THX.shape[:2], -torch.inf, dtype=dtype)
     for t in range(q_THX.shape[0]):
@@ -74,7 +70,7 @@ def _sparse_mla(
     value_dim: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(q_THX.dtype)
+    dtype = compute_dtype(q_THX.dtype)
     out_THC = q_THX.new_empty(*q_THX.shape[:2], value_dim)
     lse_TH = q_THX.new_empty(q_THX.shape[:2], dtype=dtype)
     # Valid entries need not be a prefix, so only a suffix that is invalid in every row is cut.
@@ -106,7 +102,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     return (
         q_THX.new_empty(*q_THX.shape[:2], value_dim),
-        q_THX.new_empty(q_THX.shape[:2], dtype=_compute_dtype(q_THX.dtype)),
+        q_THX.new_empty(q_THX.shape[:2], dtype=compute_dtype(q_THX.dtype)),
     )
 
 

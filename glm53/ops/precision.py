@@ -1,4 +1,4 @@
-"""Where autocast must not reach: scores and sums that are fp32 whatever the caller asked for.
+"""Precision of scores and sums: fp32 (fp64 for fp64 inputs), whatever the caller asked for.
 
 Autocast turns every matrix product inside a `torch.autocast` region into the low-precision dtype,
 also products of operands that were made fp32 on purpose.
@@ -16,3 +16,8 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     if x.device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What inputs of `dtype` are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
