@@ -95,8 +95,8 @@ class Batch:
             block_stride=page_size,
         )
 
-    def select(self, rows: Tensor) -> "Batch":
-        """Some rows, by index [R]; those of one request must stay adjacent."""
+    def select(self, rows: Tensor | slice) -> "Batch":
+        """Some rows, by index [R] or slice; those of one request must stay adjacent."""
         return replace(
             self,
             input_ids=self.input_ids[rows],
@@ -129,6 +129,10 @@ class Selection:
     logical: Tensor
     physical: Tensor
     counts: Tensor
+
+    def select(self, rows: Tensor | slice) -> "Selection":
+        """That of some rows."""
+        return Selection(self.logical[rows], self.physical[rows], self.counts[rows])
 
 
 @dataclass

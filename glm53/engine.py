@@ -357,8 +357,7 @@ class Engine:
         num_drafts: list[int] = []
         for chunk, first_row in zip(chunks, first_rows, strict=False):
             request, outcome = chunk.request, outcomes.get(chunk.request)
-            wanted = request.params.speculative_tokens or 0
-            if not wanted or request.prompt_only or isinstance(outcome, SamplingError):
+            if not request.speculates or isinstance(outcome, SamplingError):
                 continue
             start = request.num_computed + 1
             known = request.tokens[start : start + chunk.count]
@@ -369,7 +368,8 @@ class Engine:
                 continue
             length = len(request.tokens) + len(new)
             # The step that verifies k drafts emits up to k + 1 tokens.
-            wanted = min(wanted, request.max_tokens - length - 1)
+            asked = request.params.speculative_tokens or 0
+            wanted = min(asked, request.max_tokens - length - 1)
             held = self.scheduler.reserve(request, length + max(0, wanted))
             wanted = min(wanted, held - length)
             if wanted > 0:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 class Node:
     """One shared page. Compared by identity."""
 
-    __slots__ = ("children", "key", "page", "parent")
+    __slots__ = ("children", "depth", "key", "page", "parent")
 
     def __init__(self, parent: "Node | None", key: tuple[int, ...], page: int) -> None:
         self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to this one
         self.key = key
         self.page = page
         self.children: dict[tuple[int, ...], Node] = {}
@@ -68,11 +69,7 @@ class PrefixTree:
 
         tokens: of the request, up to the page's last position at least (with kind: one more).
         """
-        depth = 0
-        above = node
-        while above.parent is not None:
-            depth, above = depth + 1, above.parent
-        key = self._key(tokens, depth, kind)
+        key = self._key(tokens, node.depth, kind)
         child = node.children.get(key)
         if child is not None:
             return child, False

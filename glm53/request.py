@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from glm53.prefix import Node
@@ -214,9 +214,7 @@ class Request:
             metrics=self._metrics(),
             index=self.index,
         )
-        return Delta(
-            delta.request_id, delta.index, delta.token_ids, delta.text, delta.logprobs, completion
-        )
+        return replace(delta, completion=completion)
 
     def _delta(self, text: str, new_ids: tuple[int, ...]) -> Delta:
         self._text.append(text)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm53.batch import Batch, Selection
+from glm53.batch import Batch
 from glm53.cache import KVCache
 from glm53.model import Transformer
 
@@ -64,17 +64,13 @@ def propose(
     first, hidden_RD = batch.select(rows_R), hidden_TD[rows_R]
     shared = None
     if network.config.index_share_for_mtp_iteration:
-        shared = Selection(
-            selection.logical[rows_R], selection.physical[rows_R], selection.counts[rows_R]
-        )
+        shared = selection.select(rows_R)
     ids_R = network.lm_head(hidden_RD).argmax(-1)
     _append(drafts, order, ids_R)
     for step in range(1, num_drafts[order[0]]):
         keep = slice(0, sum(wanted > step for wanted in num_drafts))
-        kept = None
-        if shared is not None:
-            kept = Selection(shared.logical[keep], shared.physical[keep], shared.counts[keep])
-        rows = first.select(torch.arange(keep.stop, device=hidden_RD.device)).advance(step)
+        kept = None if shared is None else shared.select(keep)
+        rows = first.select(keep).advance(step)
         hidden_RD, _ = network.draft(ids_R[keep], hidden_RD[keep], rows, cache, kept)
         ids_R = network.lm_head(hidden_RD).argmax(-1)
         _append(drafts, order, ids_R)
