@@ -1,6 +1,5 @@
 """GLM53: the public model. Owns network, tokenizer, cache and engine; the only file that wires."""
 
-import dataclasses
 import json
 import logging
 import operator
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from glm53.batch import Trace
 from glm53.cache import PAGE_SIZE, KVCache, bytes_per_token
-from glm53.chat import ChatCompletion, ChatDelta, ChatReply
+from glm53.chat import ChatCompletion, ChatDelta, ChatReply, ToolChoice
 from glm53.checkpoint import (
     available_bytes,
     load_transformer,
@@ -306,6 +305,7 @@ class GLM53(nn.Module):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
         reasoning_effort: str | None = None,
         clear_thinking: bool | None = None,
         allow_special: bool = False,
@@ -321,11 +321,23 @@ class GLM53(nn.Module):
         template's default. What is spelled like a control token in messages and tools stays text
         unless allow_special. Stop strings are looked for in the content only. n must be 1.
 
+        tool_choice, by OpenAI's names: "auto"; "none", no call; "required", nothing but calls;
+        {"type": "function", "function": {"name": ...}}, one call of that tool. Forced calls fit the
+        schemas. With `json_schema`, `regex` or `grammar` the content does, and "auto" leaves the
+        choice between content and calls. Either holds once the reasoning has ended, and the
+        reasoning then ends with its tag.
+
         Raises ValueError for a conversation that the template refuses, and as `generate` does.
         """
         options = {"reasoning_effort": reasoning_effort, "clear_thinking": clear_thinking}
         for delta in self.stream_chat(
-            messages, tools=tools, allow_special=allow_special, params=params, **options, **fields
+            messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            allow_special=allow_special,
+            params=params,
+            **options,
+            **fields,
         ):
             if delta.completion is not None:
                 return delta.completion
@@ -336,6 +348,7 @@ class GLM53(nn.Module):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
         reasoning_effort: str | None = None,
         clear_thinking: bool | None = None,
         allow_special: bool = False,
@@ -357,8 +370,8 @@ class GLM53(nn.Module):
         params = engine.resolve(SamplingParams.override(params, **fields))
         if _count(params) != 1:
             raise ValueError(f"n={params.n}: a chat has one reply")
-        reply = ChatReply(self.tokenizer, tools, prompt_ids, params)
-        return self._replies(engine, prompt_ids, dataclasses.replace(params, stop=()), reply)
+        reply = ChatReply(self.tokenizer, tools, prompt_ids, params, tool_choice)
+        return self._replies(engine, prompt_ids, engine.resolve(reply.params), reply)
 
     def _replies(
         self, engine: Engine, prompt_ids: list[int], params: SamplingParams, reply: ChatReply

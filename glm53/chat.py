@@ -1,13 +1,15 @@
 """One chat reply being generated: deltas of a completion, parted into reasoning, content, calls."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from glm53.parsing import ChatParser, Parsed, ParsedDelta, ToolCall
+from glm53.parsing import ChatParser, Parsed, ParsedDelta, ToolCall, reply_grammar
 from glm53.request import Completion, Delta
-from glm53.sampling import SamplingParams
+from glm53.sampling import SamplingParams, constraint_of
 from glm53.tokenizer import StopStrings, Tokenizer
+
+ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,12 @@ class ChatDelta(Delta):
 
 
 class ChatReply:
-    """Deltas of one completion in, those of a reply out. params: resolved; their stop strings must
-    not be looked for elsewhere, or they would also end the reasoning."""
+    """Deltas of one completion in, those of a reply out. params: resolved.
+
+    `params`, the attribute, is what the completion is to be sampled with: without stop strings,
+    which would also end the reasoning, and with the grammar of the whole reply if there is one.
+    ValueError: tools, tool_choice or params that cannot be followed.
+    """
 
     def __init__(
         self,
@@ -44,9 +50,13 @@ class ChatReply:
         tools: Iterable[Mapping[str, Any]] | None,
         prompt_ids: Sequence[int],
         params: SamplingParams,
+        tool_choice: ToolChoice = "auto",
     ) -> None:
         self._tokenizer = tokenizer
+        tools = list(tools or ())
         self._parser = ChatParser(tokenizer, tools, prompt_ids)
+        in_reasoning = self._parser.in_reasoning
+        self.params = _sampled_with(params, tokenizer, tools, tool_choice, in_reasoning)
         self._stop_strings = StopStrings(tuple(params.stop or ()), bool(params.include_stop))
         self._min_tokens = params.min_new_tokens or 0
         self._num_tokens = 0
@@ -108,3 +118,65 @@ class ChatReply:
             content="".join(self._content),
             tool_calls=parsed.tool_calls,
         )
+
+
+def _sampled_with(
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: ToolChoice,
+    in_reasoning: bool,
+) -> SamplingParams:
+    params = replace(params, stop=())
+    constraint = constraint_of(params)
+    callable_tools = _callable_tools(tools, tool_choice)
+    is_forced = tool_choice not in ("auto", "none")
+    if is_forced and constraint is not None:
+        raise ValueError(
+            f"{constraint[0]} is for content, and tool_choice={tool_choice!r} asks for a call"
+        )
+    if tool_choice == "none":
+        call_id = tokenizer.token_to_id("<tool_call>")
+        if call_id is None:
+            raise ValueError("tool_choice='none': the tokenizer has no token <tool_call> to ban")
+        params = replace(params, bad_words=(*(params.bad_words or ()), (call_id,)))
+    if constraint is None and not is_forced:
+        return params
+    grammar = reply_grammar(
+        tokenizer,
+        in_reasoning=in_reasoning,
+        content=None if constraint is None else constraint[1],
+        tools=callable_tools,
+        several_calls=isinstance(tool_choice, str),
+    )
+    return replace(params, json_schema=None, regex=None, grammar=grammar)
+
+
+def _callable_tools(
+    tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice
+) -> Sequence[Mapping[str, Any]]:
+    """The tools that a constrained reply may call."""
+    named = {tool.get("function", tool)["name"]: tool for tool in tools}
+    # The template does not show these until somebody asks for them by name.
+    shown = [
+        tool
+        for tool in named.values()
+        if not (tool.get("defer_loading") or tool.get("function", tool).get("defer_loading"))
+    ]
+    match tool_choice:
+        case "none":
+            return ()
+        case "auto":
+            return shown
+        case "required" if shown:
+            return shown
+        case "required":
+            raise ValueError("tool_choice='required': there are no tools")
+        case {"type": "function", "function": {"name": name, **others}} if not others:
+            if name not in named:
+                raise ValueError(f"tool_choice: {name!r} is none of the tools {sorted(named)}")
+            return (named[name],)
+    raise ValueError(
+        f"tool_choice={tool_choice!r}: allowed is 'auto', 'none', 'required' or "
+        "{'type': 'function', 'function': {'name': ...}}"
+    )

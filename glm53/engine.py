@@ -20,10 +20,13 @@ from glm53.cache import PAGE_SIZE, KVCache, PagePool
 from glm53.model import Transformer
 from glm53.request import Completion, Delta, Request
 from glm53.sampling import (
+    Constraint,
+    ConstraintCompiler,
     Sample,
     SamplerState,
     SamplingError,
     SamplingParams,
+    constraint_of,
     sample,
     token_logprobs,
     unusable_rows,
@@ -94,6 +97,7 @@ class Engine:
             prefix_caching=prefix_caching,
         )
         self._weights = self._weight_versions()
+        self._compiler: ConstraintCompiler | None = None  # made with the first grammar
         self.stats = EngineStats()
         self._next_id = itertools.count()
         self._lock = threading.RLock()
@@ -129,7 +133,22 @@ class Engine:
             )
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: the model was loaded without a tokenizer; use stop_token_ids")
+        self._constraint(params)
         return params
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """The start of the grammar that these parameters ask for; see ConstraintCompiler."""
+        asked = constraint_of(params)
+        if asked is None:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(f"{asked[0]}: the model was loaded without a tokenizer")
+        if self._compiler is None:
+            vocab_size = self._network.config.vocab_size
+            self._compiler = ConstraintCompiler(
+                self._tokenizer.to_json(), vocab_size, self._eos_ids
+            )
+        return self._compiler.start(params)
 
     def add(
         self,
@@ -171,6 +190,7 @@ class Engine:
                     vocab_size=config.vocab_size,
                     device=self._network.device,
                     index=index,
+                    constraint=self._constraint(params),
                 )
                 request = Request(
                     request_id,

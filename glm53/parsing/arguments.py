@@ -69,7 +69,7 @@ def _property(schema: Any, key: str, root: Any, seen: tuple[str, ...] = ()) -> A
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
         seen += (reference,)
-        parts.append(_resolve(reference, root))
+        parts.append(resolve_reference(reference, root))
     for keyword in ("allOf", "anyOf", "oneOf"):
         if isinstance(members := schema.get(keyword), list):
             parts += members
@@ -85,14 +85,15 @@ def _allows(schema: Any, value: Any, root: Any, seen: tuple[str, ...]) -> bool |
     types = schema.get("type", next((t for k, t in _IMPLIED.items() if k in schema), None))
     if types is not None:
         names = types if isinstance(types, list) else [types]
-        verdicts.append(any(_is(value, name) for name in names))
+        verdicts.append(any(fits_type(value, name) for name in names))
     if isinstance(choices := schema.get("enum"), list):
         verdicts.append(any(_same(value, choice) for choice in choices))
     if "const" in schema:
         verdicts.append(_same(value, schema["const"]))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
-        verdicts.append(_allows(_resolve(reference, root), value, root, (*seen, reference)))
+        target = resolve_reference(reference, root)
+        verdicts.append(_allows(target, value, root, (*seen, reference)))
     if isinstance(members := schema.get("allOf"), list):
         verdicts += [_allows(member, value, root, seen) for member in members]
     for keyword in ("anyOf", "oneOf"):
@@ -103,7 +104,8 @@ def _allows(schema: Any, value: Any, root: Any, seen: tuple[str, ...]) -> bool |
     return all(said) if said else None
 
 
-def _is(value: Any, name: Any) -> bool:
+def fits_type(value: Any, name: Any) -> bool:
+    """Whether a value is of the type that JSON schema calls `name`; here 5.0 is no integer."""
     kind = _TYPES.get(name) if isinstance(name, str) else None
     if kind is None or (isinstance(value, bool) and name != "boolean"):
         return False
@@ -114,7 +116,7 @@ def _same(value: Any, choice: Any) -> bool:
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
-def _resolve(reference: str, root: Any) -> Any:
+def resolve_reference(reference: str, root: Any) -> Any:
     """What a local JSON pointer (`#/$defs/name`) points at, None where that is nothing."""
     if not reference.startswith("#"):
         return None

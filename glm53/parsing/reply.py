@@ -213,6 +213,11 @@ class ChatParser:
         return self._delta()
 
     @property
+    def in_reasoning(self) -> bool:
+        """Whether text that comes next is reasoning."""
+        return self._in_reasoning
+
+    @property
     def parsed(self) -> Parsed:
         """All that was delivered so far."""
         return Parsed("".join(self._reasoning), "".join(self._content), tuple(self._tool_calls))

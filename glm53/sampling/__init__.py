@@ -1,10 +1,10 @@
 """SamplingParams, logits processors, sampler."""
 
+from glm53.sampling.constraints import Constraint, ConstraintCompiler, constraint_of
 from glm53.sampling.params import GREEDY_BELOW, LIBRARY_DEFAULTS, SamplingParams
-from glm53.sampling.processors import Row, SamplerState, process_logits
+from glm53.sampling.processors import Row, SamplerState, SamplingError, process_logits
 from glm53.sampling.sampler import (
     Sample,
-    SamplingError,
     exponential_noise,
     sample,
     token_logprobs,
@@ -14,11 +14,14 @@ from glm53.sampling.sampler import (
 __all__ = [
     "GREEDY_BELOW",
     "LIBRARY_DEFAULTS",
+    "Constraint",
+    "ConstraintCompiler",
     "Row",
     "Sample",
     "SamplerState",
     "SamplingError",
     "SamplingParams",
+    "constraint_of",
     "exponential_noise",
     "process_logits",
     "sample",

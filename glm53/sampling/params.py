@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import json
 import logging
 import math
 import numbers
@@ -11,13 +12,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
 
+# (ids of prompt and output so far, fp32 logits [W] of the next token) -> logits [W]
+LogitsProcessor = Callable[[list[int], Tensor], Tensor]
+
 # Used where neither the caller nor generation_config.json says anything. The fields that are
-# absent (allowed_token_ids, seed, logprobs, prompt_logprobs) stay None: no restriction, no seed,
-# no log-probabilities. speculative_tokens depends on the checkpoint: the engine fills it in.
+# absent (allowed_token_ids, seed, logprobs, prompt_logprobs, json_schema, regex, grammar) stay
+# None: no restriction, no seed, no log-probabilities. speculative_tokens depends on the
+# checkpoint: the engine fills it in.
 LIBRARY_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 256,
     "min_new_tokens": 0,
@@ -36,6 +43,7 @@ LIBRARY_DEFAULTS: dict[str, Any] = {
     "ignore_eos": False,
     "n": 1,
     "logprobs_mode": "raw",
+    "logits_processors": (),
 }
 
 _NO_BEAMS = "beam search is not supported; n draws several samples"
@@ -60,6 +68,12 @@ _OTHER_SPELLINGS = {
     "num_speculative_tokens": "use speculative_tokens",
     "num_assistant_tokens": "use speculative_tokens",
     "generator": "use seed",
+    "logits_processor": "use logits_processors, functions of (ids, logits) of one row",
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "guided_grammar": "use grammar",
+    "structured_outputs": "use json_schema, regex or grammar",
+    "response_format": "use json_schema",
     "num_beams": _NO_BEAMS,
     "num_beam_groups": _NO_BEAMS,
     "use_beam_search": _NO_BEAMS,
@@ -126,6 +140,17 @@ class SamplingParams:
       one sampled from, after every step (greedy rows: before temperature, which they do not use).
     - `speculative_tokens`: drafts per step, 0 to 8; default 5 if the checkpoint has an MTP
       layer, else 0.
+    - `logits_processors`: functions of (list of the ids of prompt and output so far, fp32 logits
+      [W]) that return logits [W], one after the other, after `logit_bias` and before the
+      penalties. They are called for every row, also for those that verify a draft, and must
+      depend on nothing but their arguments. One that raises, or returns anything else, ends its
+      completion alone, with finish_reason "error".
+    - `json_schema` (a mapping, or its text; kept as text), `regex` (the whole output matches) or
+      `grammar` (Lark in llguidance's dialect, with a rule `start`): at most one; needs the extra
+      `structured`. Where the grammar may end a stop id is allowed, where it must nothing else is.
+      What is left of the logits is sampled as ever; where `bad_words` or the like leave nothing,
+      the completion ends with finish_reason "error". In a chat it holds for the content, after
+      the reasoning.
     """
 
     max_new_tokens: int | None = None
@@ -150,6 +175,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     speculative_tokens: int | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     # Only here does an unknown keyword pass through our hands before the generated __init__
     # turns it into a TypeError.
@@ -165,6 +194,11 @@ class SamplingParams:
         low, high = self.min_new_tokens, self.max_new_tokens
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_new_tokens={low} is above max_new_tokens={high}")
+        constraints = [
+            n for n in ("json_schema", "regex", "grammar") if getattr(self, n) is not None
+        ]
+        if len(constraints) > 1:
+            raise ValueError(f"{' and '.join(constraints)}: give one of them")
 
     @classmethod
     def override(cls, params: "SamplingParams | None" = None, **fields: Any) -> "SamplingParams":
@@ -363,6 +397,29 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases))
 
 
+def _functions(name: str, value: Any) -> tuple[LogitsProcessor, ...]:
+    if not isinstance(value, Iterable) or not all(map(callable, functions := tuple(value))):
+        raise _fail(name, value, "a sequence of functions")
+    return functions
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _fail(name, value, "a text that is not empty")
+    return value
+
+
+def _schema(name: str, value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+        is_object = isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise _fail(name, value, "a JSON schema: a mapping, or the text of a JSON object")
+    return text
+
+
 _penalty = _float_where("a number from -2 to 2", lambda x: -2 <= x <= 2)
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": _int_from(1),
@@ -387,4 +444,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "prompt_logprobs": _int_from(0),
     "logprobs_mode": _mode,
     "speculative_tokens": _int_from(0, 8),
+    "logits_processors": _functions,
+    "json_schema": _schema,
+    "regex": _text,
+    "grammar": _text,
 }

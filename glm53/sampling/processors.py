@@ -1,13 +1,15 @@
 """From the model's logits to the distribution that is sampled, row by row of a mixed batch.
 
-Order: allowed ids, bad words, stop ids before `min_new_tokens`, logit bias, repetition penalty,
-frequency and presence penalty; then, where the row is not greedy, temperature, min_p, top-k,
-top-p. Each step touches only the rows that ask for it. Shapes: T rows, W vocabulary; R the rows
+Order: allowed ids, bad words, stop ids before `min_new_tokens`, logit bias, `logits_processors`,
+the grammar, repetition penalty, frequency and presence penalty; then, where the row is not greedy,
+temperature, min_p, top-k, top-p. The grammar comes after the caller's functions, which cannot undo
+it. Each step touches only the rows that ask for it. Shapes: T rows, W vocabulary; R the rows
 of the batch that one step works on.
 """
 
 import collections
 import hashlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from glm53.sampling.params import GREEDY_BELOW, SamplingParams
+from glm53.sampling.constraints import Constraint, ConstraintError
+from glm53.sampling.params import GREEDY_BELOW, LogitsProcessor, SamplingParams
 
 Filled = TypeVar("Filled")
 
@@ -26,12 +29,17 @@ NEG_INF = float("-inf")
 NUCLEUS_CANDIDATES = 1024
 
 
+class SamplingError(RuntimeError):
+    """No token can be sampled for one row; the message says why."""
+
+
 class SamplerState:
     """What sampling has to know of one request: its parameters and what it has seen.
 
     `params` are resolved. `stop_ids` are the ids that end this request, its checkpoint's
     included, whether or not `ignore_eos`: none of them is sampled before `min_new_tokens`.
-    `index` numbers the `n` completions of one prompt, which draw different numbers.
+    `index` numbers the `n` completions of one prompt, which draw different numbers. `constraint`
+    is this completion's own.
     `append` costs the same at any length; tensors live on `device`, the device of the logits.
 
     A row's random numbers are a function of (seed, index, position in the output, token id) and
@@ -49,6 +57,7 @@ class SamplerState:
         vocab_size: int,
         device: torch.device | str = "cpu",
         index: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
         self.params = params
@@ -88,6 +97,11 @@ class SamplerState:
         self.has_bad_sequences = bool(self._bad_lengths)
         self._tail = collections.deque(prompt_ids, maxlen=longest)
 
+        self.processors = _filled(params.logits_processors)
+        # Only these functions want to know all of it.
+        self._token_ids = list(prompt_ids) if self.processors else None
+        self.constraint = constraint
+
         self.seen_W = self.counts_W = None
         if self.repetition_penalty != 1:
             self.seen_W = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -100,6 +114,10 @@ class SamplerState:
         assert 0 <= token_id < self.vocab_size, token_id
         self.output_length += 1
         self._tail.append(token_id)
+        if self._token_ids is not None:
+            self._token_ids.append(token_id)
+        if self.constraint is not None:
+            self.constraint.append(token_id)
         if self.seen_W is not None:
             self.seen_W[token_id] = True
         if self.counts_W is not None:
@@ -120,6 +138,11 @@ class SamplerState:
             if length <= len(context):
                 found += self._bad_last_ids.get(context[len(context) - length :], ())
         return found
+
+    def token_ids(self, extra: tuple[int, ...]) -> list[int]:
+        """A new list of the ids of prompt, output and `extra`; only with `processors`."""
+        assert self._token_ids is not None
+        return [*self._token_ids, *extra]
 
     def noise_key(self, position: int) -> int:
         digest = hashlib.blake2b(self._noise_source + position.to_bytes(8, "little"), digest_size=8)
@@ -148,18 +171,27 @@ class Row:
         return self.state.output_length + len(self.extra)
 
 
-def process_logits(logits_TW: Tensor, rows: Sequence[Row]) -> Tensor:
+def process_logits(
+    logits_TW: Tensor, rows: Sequence[Row], failed: dict[int, SamplingError] | None = None
+) -> Tensor:
     """fp32 `[T, W]` logits of the distributions sampled; dropped ids are -inf.
 
     Greedy rows end after the penalties. `logits_TW` (any float dtype) is not written; the result
-    may be `logits_TW` itself when no row asks for anything.
+    may be `logits_TW` itself when no row asks for anything. A row whose caller's function or
+    grammar fails is NaN, and why goes into `failed`; without it, SamplingError is raised.
     """
     assert logits_TW.shape[0] == len(rows), (logits_TW.shape, len(rows))
     x_TW = logits_TW.float()
     if x_TW is logits_TW and any(_changes_logits(row.state) for row in rows):
         x_TW = x_TW.clone()
-    for x_W, row in zip(x_TW, rows, strict=True):
-        _constrain(x_W, row)
+    for i, (x_W, row) in enumerate(zip(x_TW, rows, strict=True)):
+        try:
+            _constrain(x_W, row)
+        except SamplingError as error:
+            if failed is None:
+                raise
+            failed[i] = error
+            x_W.fill_(math.nan)
     _apply(x_TW, rows, lambda s: s.seen_W is not None, _repetition_penalty)
     _apply(x_TW, rows, lambda s: s.counts_W is not None, _count_penalties)
     _apply(x_TW, rows, lambda s: not s.greedy and s.temperature != 1, _temperature)
@@ -173,7 +205,11 @@ def _changes_logits(s: SamplerState) -> bool:
     constrained = s.allowed_ids, s.stop_ids, s.bias_ids, s.banned_ids, s.seen_W, s.counts_W
     shaped = s.temperature != 1 or s.min_p > 0 or s.top_k > 0 or s.top_p < 1
     return (
-        s.has_bad_sequences or any(t is not None for t in constrained) or (shaped and not s.greedy)
+        s.has_bad_sequences
+        or bool(s.processors)
+        or s.constraint is not None
+        or any(t is not None for t in constrained)
+        or (shaped and not s.greedy)
     )
 
 
@@ -191,6 +227,27 @@ def _constrain(x_W: Tensor, row: Row) -> None:
         x_W[state.stop_ids] = NEG_INF
     if state.bias_ids is not None:
         x_W[state.bias_ids] += state.bias_values
+    for processor in state.processors:
+        x_W.copy_(_processed(processor, state.token_ids(row.extra), x_W))
+    if state.constraint is not None:
+        try:
+            allowed_W = state.constraint.allowed(row.extra)
+        except ConstraintError as error:
+            raise SamplingError(str(error)) from error
+        if allowed_W is not None:
+            x_W.masked_fill_(~allowed_W.to(x_W.device), NEG_INF)
+
+
+def _processed(processor: LogitsProcessor, token_ids: list[int], x_W: Tensor) -> Tensor:
+    try:
+        # A copy: the row changes after this, and the function may keep what it was given.
+        y_W = processor(token_ids, x_W.clone())
+    except Exception as error:
+        raise SamplingError(f"logits_processors: {type(error).__name__}: {error}") from error
+    if not isinstance(y_W, Tensor) or y_W.shape != x_W.shape:
+        got = f"shape {list(y_W.shape)}" if isinstance(y_W, Tensor) else type(y_W).__name__
+        raise SamplingError(f"logits_processors: got {got}, not logits [{len(x_W)}]")
+    return y_W
 
 
 def _apply(

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glm53.sampling.processors import Row, process_logits
+from glm53.sampling.processors import Row, SamplingError, process_logits
 
 # Rows times vocabulary worked on at once where fp32 or fp64 copies of a row are needed.
 CHUNK_ELEMENTS = 1 << 24
-
-
-class SamplingError(RuntimeError):
-    """No token can be sampled for one row; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +27,21 @@ class Sample:
 def sample(logits_TW: Tensor, rows: Sequence[Row]) -> list[Sample | SamplingError]:
     """A token for every row of `logits_TW` (any float dtype, not written).
 
-    A row whose logits hold NaN or +inf, or in which no id is left, gives a `SamplingError` (as
-    a value); the others are as without it. Greedy: the highest processed logit, ties to the
-    lowest id. Random: argmax of p / Exp(1). Log-probabilities: of the sampled id and the top
-    `logprobs` of the raw or the processed row; ids of probability 0 are left out.
+    A row whose logits hold NaN or +inf, in which no id is left, or whose caller's function or
+    grammar fails, gives a `SamplingError` (as a value); the others are as without it. Greedy: the
+    highest processed logit, ties to the lowest id. Random: argmax of p / Exp(1).
+    Log-probabilities: of the sampled id and the top `logprobs` of the raw or the processed row;
+    ids of probability 0 are left out.
     """
-    processed_TW = process_logits(logits_TW, rows)
+    failed: dict[int, SamplingError] = {}
+    processed_TW = process_logits(logits_TW, rows, failed)
+    unusable = zip(unusable_rows(logits_TW), unusable_rows(processed_TW), rows, strict=True)
     errors = [
-        None if raw is None and kept is None else SamplingError(raw or f"after processing: {kept}")
-        for raw, kept in zip(unusable_rows(logits_TW), unusable_rows(processed_TW), strict=True)
+        SamplingError(raw)
+        if raw is not None
+        else failed.get(i)
+        or (None if kept is None else SamplingError(f"after processing: {kept}{_grammar(row)}"))
+        for i, (raw, kept, row) in enumerate(unusable)
     ]
     ids_T = processed_TW.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if errors[i] is None and not row.state.greedy]
@@ -91,6 +93,10 @@ def unusable_rows(logits_TW: Tensor) -> list[str | None]:
         else None
         for peak in logits_TW.amax(-1).tolist()
     ]
+
+
+def _grammar(row: Row) -> str:
+    return "" if row.state.constraint is None else " of those that continue or end the grammar"
 
 
 def _parts(indices: list[int], vocab_size: int) -> list[list[int]]:

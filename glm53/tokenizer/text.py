@@ -83,6 +83,11 @@ class Tokenizer:
         """Spelling of `token_id` in tokenizer.json, None for an unused embedding row."""
         return self._backend.id_to_token(token_id)
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json, with what tokenizer_config.json adds."""
+        data = json.loads(self._backend.to_str())
+        return json.dumps(data | {"truncation": None, "padding": None})
+
     def encode(self, text: str, allow_special: bool = True) -> list[int]:
         """Ids of `text`.
 

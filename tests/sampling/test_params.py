@@ -14,7 +14,7 @@ FIELDS = (
     "max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids stop "
     "stop_token_ids include_stop ignore_eos seed n logprobs prompt_logprobs logprobs_mode "
-    "speculative_tokens"
+    "speculative_tokens logits_processors json_schema regex grammar"
 ).split()
 
 
@@ -49,6 +49,10 @@ REFUSED = {
     "prompt_logprobs": [-1, *NOT_INTEGERS],
     "logprobs_mode": ["raw_logits", True, 0],
     "speculative_tokens": [-1, *NOT_INTEGERS],
+    "logits_processors": [5, len, [5], [len, None]],
+    "json_schema": ["", "{", "[]", "true", 5, ["object"], {1, 2}, {"enum": [object()]}, b"{}"],
+    "regex": ["", 5, b"a", ["a"]],
+    "grammar": ["", 5, b"a", ["a"]],
 }  # fmt: skip
 
 
@@ -64,6 +68,13 @@ def test_every_field_has_refused_values():
     assert set(REFUSED) == set(FIELDS)
 
 
+def test_one_constraint_at_most():
+    with pytest.raises(ValueError, match="^json_schema and regex: give one"):
+        SamplingParams(json_schema={}, regex="a")
+    with pytest.raises(ValueError, match="^json_schema and grammar"):
+        SamplingParams.override(SamplingParams(json_schema="{}"), grammar="start: /a/")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "kept"),
     [
@@ -74,6 +85,8 @@ def test_every_field_has_refused_values():
         ("top_p", 1, 1.0),
         ("seed", 2**64 - 1, 2**64 - 1),
         ("logprobs", 0, 0),
+        ("logits_processors", [len], (len,)),
+        ("json_schema", {"b": 1, "a": True}, '{"b": 1, "a": true}'),
         ("stop", "x", ("x",)),
         ("stop", ["a", "b"], ("a", "b")),
         ("stop", [], ()),
@@ -155,6 +168,7 @@ def test_resolve_order_caller_then_config_then_library():
             assert getattr(got, name) == value, name
     unset = {name for name in FIELDS if getattr(got, name) is None}
     open_fields = {"allowed_token_ids", "seed", "logprobs", "prompt_logprobs"}
+    open_fields |= {"json_schema", "regex", "grammar"}
     assert unset == open_fields | {"speculative_tokens"}  # the engine knows the checkpoint
     assert got.resolve({}) == got
 
