@@ -23,6 +23,9 @@ _OF_STRINGS = frozenset(["type", "pattern", "minLength", "maxLength"])
 _ANY_TEXT = "(?s:.*)"
 # What might be JSON that is not a string: where such a value is allowed too, it would become one.
 _MAYBE_JSON = r"[ \t\n\r]*(?:(?:-?[0-9][0-9.eE+-]*|true|false|null)[ \t\n\r]*|[\[{](?s:.*))"
+# Of a size that every reader of JSON takes: 1e999 is none of Python's numbers.
+_NUMBER = r"/-?(?:0|[1-9][0-9]{0,19})(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?/"
+_LIMITS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 # As the chat template writes values that are not strings.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -110,6 +113,7 @@ class _Values:
         self._choices: list[str] = []
         self._texts: list[str] = []
         self._schemas: list[dict[str, Any]] = []
+        self._numbers: list[str] = []
 
     def add(self, schema: Any, seen: tuple[str, ...] = ()) -> "_Values":
         if schema is True:
@@ -138,10 +142,11 @@ class _Values:
         for i, text in enumerate(self._texts):
             # Read by its tokens the tag would be text; but not every reader has tokens.
             text += rf" & ~/{_ANY_TEXT}<\/arg_value>{_ANY_TEXT}/"
-            if self._schemas:
+            if self._schemas or self._numbers:
                 text += f" & ~/{_MAYBE_JSON}/"
             names.append(f"TEXT_{label}_{i}")
             lines.append(f"{names[-1]}: {text}")
+        names += self._numbers
         names += [f"%json {json.dumps(schema)}" for schema in self._schemas]
         return [f"value_{label}: {' | '.join(names)}", *lines]
 
@@ -168,6 +173,9 @@ class _Values:
             raise self._refused(said - _OF_STRINGS or said)
         if "string" in names:
             self._texts.append(" & ".join(f"/{part}/" for part in self._patterns(schema)))
+        if "number" in others and not said & _LIMITS:
+            self._numbers.append(_NUMBER)
+            others.remove("number")
         if others:
             kept = {key: schema[key] for key in schema if key not in _OF_STRINGS}
             kept |= {k: self._root[k] for k in ("$defs", "definitions") if k in self._root}

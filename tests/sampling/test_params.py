@@ -69,9 +69,9 @@ def test_every_field_has_refused_values():
 
 
 def test_one_constraint_at_most():
-    with pytest.raises(ValueError, match="^json_schema and regex: give one"):
+    with pytest.raises(ValueError, match=r"^json_schema and regex: give one"):
         SamplingParams(json_schema={}, regex="a")
-    with pytest.raises(ValueError, match="^json_schema and grammar"):
+    with pytest.raises(ValueError, match=r"^json_schema and grammar"):
         SamplingParams.override(SamplingParams(json_schema="{}"), grammar="start: /a/")
 
 

@@ -1,0 +1,178 @@
+"""What a grammar of calls allows, the parser reads back, with arguments that fit their schemas."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm53.parsing import ChatParser, reply_grammar
+from tests.chats import TOOLS, nano
+from tests.structured import is_valid, start, token_id, walk
+
+DEFS = {
+    "colour": {"enum": ["red", "blue"]},
+    "point": {
+        "type": "object",
+        "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["x"],
+        "additionalProperties": False,
+    },
+}
+TEXTS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "string", "minLength": 2, "maxLength": 5, "format": "uri"},
+    {"type": "string", "pattern": "^[a-c]+/"},
+    {"type": "string", "pattern": "[^0-9]$", "description": "d"},
+    {"type": "string", "enum": ["5", "true", "a <b>", "</arg_value>", ""]},
+    {"enum": ['é\n"q"', "\N{MUSICAL SYMBOL G CLEF}"]},
+    {"$ref": "#/$defs/colour"},
+    {},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "number", "minimum": -2.5, "maximum": 1000},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"const": 7},
+    {"type": "integer", "enum": ["1", 1, 2, None]},
+    {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    {"items": {"$ref": "#/$defs/point"}, "maxItems": 2},
+    {"$ref": "#/$defs/point"},
+    {"allOf": [{"$ref": "#/$defs/point"}], "title": "p"},
+]
+UNIONS: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    {"type": ["string", "integer"], "minLength": 1},
+    {"anyOf": [{"type": "string", "minLength": 3}, {"type": "integer", "maximum": 10}]},
+    {"anyOf": [{"type": "string"}, {"type": "number"}, {"$ref": "#/$defs/point"}]},
+    {"type": ["boolean", "null"]},
+    {"enum": ["a", 1, None, True, 2.5]},
+]
+
+
+def tool(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def assert_calls(tools: list[dict[str, Any]], grammar: str, seed: int, **reply) -> int:
+    """Walk through the grammar: complete calls and nothing else; how many."""
+    ids = walk(start(grammar=grammar), seed)
+    if ids is None:
+        return 0
+    parser = ChatParser(nano(), tools, [token_id("<think>")] if reply.get("thinks") else [])
+    parser.push(ids[:-1])
+    parser.finish(stopped=False)
+    parsed, schemas = parser.parsed, {t["function"]["name"]: t["function"] for t in tools}
+    assert parsed.content == "" and parsed.tool_calls
+    for found in parsed.tool_calls:
+        schema = schemas[found.name].get("parameters") or {}
+        strict = {"additionalProperties": False, "properties": {}} | schema
+        assert is_valid(found.arguments, strict | {"type": "object"}), (found, schema)
+        assert found.raw.startswith(f"<tool_call>{found.name}")
+    return len(parsed.tool_calls)
+
+
+VALUES = TEXTS + OTHERS + UNIONS
+
+
+@pytest.mark.parametrize("index", range(len(VALUES)))
+def test_one_argument(index):
+    schema = VALUES[index]
+    parameters = {"type": "object", "properties": {"k": schema}, "required": ["k"], "$defs": DEFS}
+    tools = [tool("f", parameters)]
+    grammar = reply_grammar(nano(), in_reasoning=False, tools=tools, several_calls=False)
+    ended = [assert_calls(tools, grammar, seed) for seed in range(12)]
+    assert set(ended) <= {0, 1} and sum(ended) >= 10
+
+
+KEYS = st.lists(st.sampled_from(["a", "bé", "a b", "<think>", "q?"]), unique=True, max_size=4)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_random_tools(data):
+    tools = []
+    for name in data.draw(
+        st.lists(st.sampled_from(["f", "ff", "g-1", "ü.x"]), min_size=1, unique=True)
+    ):
+        keys = data.draw(KEYS)
+        properties = {key: data.draw(st.sampled_from(VALUES)) for key in keys}
+        required = [key for key in keys if data.draw(st.booleans())]
+        schema = {"type": "object", "properties": properties, "required": required, "$defs": DEFS}
+        tools.append(tool(name, data.draw(st.sampled_from([schema, None, {}])) if keys else {}))
+    grammar = reply_grammar(nano(), in_reasoning=data.draw(st.booleans()), tools=tools)
+    thinks = grammar.startswith("start: REASONING")
+    assert_calls(tools, grammar, data.draw(st.integers(0, 2**32)), thinks=thinks)
+
+
+def test_optional_arguments_come_and_go():
+    seen = set()
+    grammar = reply_grammar(nano(), in_reasoning=False, tools=TOOLS[:1], several_calls=False)
+    for seed in range(30):
+        ids = walk(start(grammar=grammar), seed)
+        if ids is not None:
+            parser = ChatParser(nano(), TOOLS)
+            parser.push(ids[:-1])
+            seen.add(frozenset(parser.parsed.tool_calls[0].arguments))
+    optional = [
+        frozenset(c) for n in range(3) for c in itertools.combinations(["limit", "flags"], n)
+    ]
+    assert seen == {frozenset({"query"}) | keys for keys in optional}
+
+
+def test_content_or_calls():
+    grammar = reply_grammar(
+        nano(), in_reasoning=True, content='start: %json {"type": "integer"}', tools=TOOLS[:2]
+    )
+    kinds = set()
+    for seed in range(20):
+        ids = walk(start(grammar=grammar), seed)
+        if ids is not None:
+            parser = ChatParser(nano(), TOOLS, [token_id("<think>")])
+            parser.push(ids[:-1])
+            parser.finish(stopped=True)
+            parsed = parser.parsed
+            kinds.add(bool(parsed.tool_calls))
+            assert bool(parsed.tool_calls) != bool(parsed.content)
+            assert not parsed.content or is_valid(int(parsed.content), {"type": "integer"})
+            assert "</think>" not in parsed.content
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    "schema, message",
+    [
+        ({"type": "array"}, "schema of an object"),
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"properties": {"k": {"minimum": 3}}}, "k: .*minimum"),
+        ({"properties": {"k": {"oneOf": [{}]}}}, "oneOf"),
+        ({"properties": {"k": {"type": "string", "contains": 1}}}, "contains"),
+        ({"properties": {"k": {"enum": ["a"], "minLength": 3}}}, "minLength"),
+        ({"properties": {"k": {"enum": ["a"], "type": "integer"}}}, "no value of the enum"),
+        ({"properties": {"k": {"$ref": "#/$defs/none"}}}, "is not a schema"),
+        ({"properties": {"k": False}}, "is not a schema"),
+        ({"properties": {" k": {}}}, "' k' cannot be written"),
+        (
+            {"$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"k": {"$ref": "#/$defs/a"}}},
+            "ref",
+        ),
+    ],
+)
+def test_what_the_format_cannot_express_is_said(schema, message):
+    with pytest.raises(ValueError, match=rf"^tools: parameters of f.*{message}"):
+        reply_grammar(nano(), in_reasoning=False, tools=[tool("f", schema)])
+
+
+def test_names_and_tags_that_are_missing_are_said():
+    with pytest.raises(ValueError, match="two words"):
+        reply_grammar(nano(), in_reasoning=False, tools=[tool("two words", None)])
+
+    class Bare:
+        def token_to_id(self, token: str) -> int | None:
+            return None if token == "</think>" else 7
+
+    with pytest.raises(ValueError, match="no token </think>"):
+        reply_grammar(Bare(), in_reasoning=True, content="start: /a/")
