@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from glm53.parsing import ChatParser, reply_grammar
 from tests.chats import TOOLS, nano
-from tests.structured import is_valid, start, token_id, walk
+from tests.structured import TAGS, is_valid, start, token_id, walk
 
 DEFS = {
     "colour": {"enum": ["red", "blue"]},
@@ -86,6 +86,26 @@ def test_one_argument(index):
     grammar = reply_grammar(nano(), in_reasoning=False, tools=tools, several_calls=False)
     ended = [assert_calls(tools, grammar, seed) for seed in range(12)]
     assert set(ended) <= {0, 1} and sum(ended) >= 10
+
+
+@pytest.mark.parametrize(
+    "schema, refused, fine",
+    [
+        (UNIONS[2], ["123", " 1e3", "12", "ab"], ["12a", "-12", "7", "abc"]),
+        (UNIONS[0], ["true", "5", "{}"], ["null", "nulls", "abc", ""]),
+        ({"type": ["string", "array"], "maxItems": 0}, ["[1]", "[", " [2] "], ["[]", "a["]),
+        ({"type": "string"}, ["a</arg_value>b"], ["5", "</arg_key>", "<arg_value>", ""]),
+    ],
+)
+def test_a_text_that_would_be_read_as_something_else(schema, refused, fine):
+    """Text stands where it surely stays text, or is JSON that fits."""
+    parameters = {"properties": {"k": schema}, "required": ["k"], "$defs": DEFS}
+    grammar = reply_grammar(nano(), in_reasoning=False, tools=[tool("f", parameters)])
+    before, after = nano().encode("<tool_call>f<arg_key>k</arg_key><arg_value>"), token_id(TAGS[-1])
+    for text in [*refused, *fine]:
+        typed = nano().encode(text, allow_special=False)
+        allowed_W = start(grammar=grammar).allowed([*before, *typed])
+        assert bool(allowed_W is not None and allowed_W[after]) == (text in fine), text
 
 
 KEYS = st.lists(st.sampled_from(["a", "bé", "a b", "<think>", "q?"]), unique=True, max_size=4)

@@ -11,7 +11,7 @@ from glm53 import GLM53, SamplingParams
 from glm53.chat import ChatReply
 from tests.chats import NANO, TOOLS, nano, user
 from tests.engines import assert_idle, prompts_of, tiny_model, with_engine
-from tests.speculation import agreeing_model, ids_of
+from tests.speculation import agreeing_model, force_drafts, ids_of
 from tests.structured import VOCAB_SIZE, is_valid, stop_ids, token_id
 
 SCHEMA = {
@@ -116,6 +116,27 @@ def test_any_sampling_with_and_without_drafts(model):
         assert out.stop_reason in stop_ids()
         assert_in_form(name, out.text)
     assert {out.finish_reason for out in outs[3]} <= {"stop", "length"}
+
+
+def test_drafts_accepted_within_a_form(model):
+    """Drafts of the test's making: each row of a step stands after its own prefix."""
+    (prompt,) = prompts_of(30, vocab_size=4000)
+    fields = {"max_new_tokens": 40, "logit_bias": ENDS_SOON, "seed": 2}
+    params = [
+        SamplingParams(speculative_tokens=0, min_new_tokens=9, **fields, **form)
+        for form in FORMS.values()
+    ]
+    plain = run(model, prompt, params)
+    drafting = with_engine(model)
+    engine = drafting.engine()
+    after_the_end = [5] * 8
+    sequences = {i: [*prompt, *out.token_ids, *after_the_end] for i, out in enumerate(plain)}
+    force_drafts(engine, sequences, (0, 2, 1, 3), VOCAB_SIZE)
+    outs = run(drafting, prompt, [SamplingParams.override(p, speculative_tokens=3) for p in params])
+    assert ids_of(outs) == ids_of(plain)
+    for out in outs:
+        assert out.metrics.accepted_at[1] > 0
+    assert_idle(engine)
 
 
 def test_completions_of_one_prompt_under_preemption(model):
