@@ -209,7 +209,7 @@ def _properties(where: str, schema: Any) -> tuple[dict[str, Any], set[str]]:
     if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
         schema = resolve_reference(schema["$ref"], root)
     if schema is None:
-        return {}, set[str]()
+        return {}, set()
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValueError(f"{where}: must be the schema of an object")
     unknown = set(schema) - _ANNOTATIONS
@@ -217,10 +217,10 @@ def _properties(where: str, schema: Any) -> tuple[dict[str, Any], set[str]]:
     if unknown:
         raise ValueError(f"{where}: a forced call cannot follow {', '.join(sorted(unknown))} here")
     properties = dict(schema.get("properties") or {})
-    required = set(schema.get("required") or ())
-    for key in schema.get("required") or ():
+    required: list[str] = schema.get("required") or []
+    for key in required:
         properties.setdefault(key, schema.get("additionalProperties", True))
-    return properties, required
+    return properties, set(required)
 
 
 def _check_word(what: str, text: str, words: bool = True) -> None:
