@@ -6,10 +6,11 @@ same way, see `glm53.ops.index_select`: block_table[r, p // page_size] * block_s
 + p % page_size. Rows of one request are adjacent and in ascending position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from glm53.config import GLM53Config
@@ -141,11 +142,71 @@ class Trace:
 
     selections: full layer -> logical [T, index_topk] int32; experts: MoE layer -> expert ids
     [T, num_experts_per_tok] int64. A replayed forward takes every decision the trace holds and
-    makes the others itself.
+    makes the others itself: those of layers that are missing, and of rows that are all -1.
     """
 
     selections: dict[int, Tensor] = field(default_factory=dict)
     experts: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """T; 0 for a trace without a layer."""
+        return next((len(rows) for rows in self._tensors()), 0)
+
+    def select(self, rows: Tensor | slice) -> "Trace":
+        """That of some rows, by slice or index [R]; for an index of -1 a row of -1."""
+
+        def chosen(decisions: Tensor) -> Tensor:
+            if isinstance(rows, slice):
+                return decisions[rows]
+            at = rows.to(decisions.device)
+            return decisions[at.clamp(min=0)].masked_fill_((at < 0)[:, None], -1)
+
+        return self._map(chosen)
+
+    def to(self, device: torch.device | str) -> "Trace":
+        """On another device."""
+        return self._map(lambda decisions: decisions.to(device))
+
+    @staticmethod
+    def cat(traces: "Sequence[Trace]", lengths: Sequence[int] | None = None) -> "Trace":
+        """One trace of the rows of several, in order: of a batch, from those of its sequences.
+
+        lengths: rows that each gets, those it holds and then rows of -1; by default those it holds.
+        The trace of a completion lacks the row of the last token, so for `model(input_ids)` give
+        the lengths of the sequences (their unmasked tokens). A layer that only some hold is free in
+        the others. ValueError: a trace with more rows than its length.
+        """
+        if lengths is None:
+            lengths = [trace.num_rows for trace in traces]
+        for i, (trace, length) in enumerate(zip(traces, lengths, strict=True)):
+            if trace.num_rows > length:
+                raise ValueError(f"traces[{i}] has {trace.num_rows} rows, lengths[{i}]={length}")
+
+        def joined(kind: str) -> dict[int, Tensor]:
+            parts = [getattr(trace, kind) for trace in traces]
+            like = {layer: rows for part in parts for layer, rows in part.items()}
+            return {
+                layer: torch.cat(
+                    [
+                        F.pad(rows, (0, 0, 0, length - len(rows)), value=-1)
+                        for part, length in zip(parts, lengths, strict=True)
+                        for rows in [part.get(layer, like[layer][:0])]
+                    ]
+                )
+                for layer in sorted(like)
+            }
+
+        return Trace(joined("selections"), joined("experts"))
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.selections.values(), *self.experts.values()]
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> "Trace":
+        return Trace(
+            {layer: fn(rows) for layer, rows in self.selections.items()},
+            {layer: fn(rows) for layer, rows in self.experts.items()},
+        )
 
     def check(self, batch: Batch, config: GLM53Config) -> None:
         """ValueError, naming the layer, unless a forward of `batch` could have recorded this.
@@ -180,12 +241,41 @@ class Trace:
                 raise ValueError(f"{name}: MoE layers are {moe_layers}")
             _check_decisions(name, ids_TK, batch, config.num_experts_per_tok, torch.int64)
             known_TK = (ids_TK >= 0) & (ids_TK < config.n_routed_experts)
+            known_TK |= (ids_TK == -1).all(1, keepdim=True)
             if not known_TK.all():
                 t = int((~known_TK).any(1).nonzero()[0])
                 raise ValueError(
-                    f"{name}: expert ids must be in [0, {config.n_routed_experts}), row {t} is "
-                    f"{ids_TK[t].tolist()}"
+                    f"{name}: expert ids must be in [0, {config.n_routed_experts}), or -1 in all "
+                    f"of a row; row {t} is {ids_TK[t].tolist()}"
                 )
+
+
+class Recording:
+    """The trace of one completion, appended to as its rows are computed; on the CPU."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._layers: tuple[list[int], list[int]] = ([], [])
+        # Of each part [layers, rows, index_topk] and [layers, rows, num_experts_per_tok].
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, trace: Trace, rows: slice) -> None:
+        """Some rows of a step: two copies, however many layers."""
+        kinds = trace.selections, trace.experts
+        self._layers = list(kinds[0]), list(kinds[1])
+        first, second = (torch.stack([d[rows] for d in kind.values()]).cpu() for kind in kinds)
+        self._parts.append((first, second))
+        self.num_rows += first.shape[1]
+
+    def trace(self, num_rows: int) -> Trace:
+        """The first `num_rows` rows, or those there are."""
+        if not self._parts:
+            return Trace()
+        selections, experts = (
+            dict(zip(layers, torch.cat(parts, dim=1)[:, :num_rows], strict=True))
+            for layers, parts in zip(self._layers, zip(*self._parts, strict=True), strict=True)
+        )
+        return Trace(selections, experts)
 
 
 def _check_decisions(

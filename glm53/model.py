@@ -177,7 +177,8 @@ class Attention(nn.Module):
         assert self.indexer is not None
         logical_TL = self.indexer(x_TD, q_latent_TQ, table, batch, cache)
         if replay is not None and self.layer_idx in replay.selections:
-            logical_TL = replay.selections[self.layer_idx]
+            given_TL = replay.selections[self.layer_idx]
+            logical_TL = torch.where(given_TL[:, :1] < 0, logical_TL, given_TL)
         if record is not None:
             record.selections[self.layer_idx] = logical_TL
         physical_TL, counts_T = logical_to_physical(
@@ -293,11 +294,11 @@ class Router(nn.Module):
         return ranked_TE[:, : config.num_experts_per_tok]
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Expert ids [T, K] (the given ones, if any) and their fp32 weights."""
+        """Expert ids [T, K] (those given, in rows that are not -1) and their fp32 weights."""
         with no_autocast(x_TD):
             scores_TE = F.linear(x_TD.float(), self.weight.float()).sigmoid()
-        if ids_TK is None:
-            ids_TK = self.choose(scores_TE.detach())
+        chosen_TK = self.choose(scores_TE.detach())
+        ids_TK = chosen_TK if ids_TK is None else torch.where(ids_TK[:, :1] < 0, chosen_TK, ids_TK)
         weights_TK = scores_TE.gather(-1, ids_TK)
         if self.config.norm_topk_prob:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

@@ -137,7 +137,10 @@ def _with_id(expert):
         (Trace({}, {0: EXPERTS}), r"experts\[0\]: MoE layers are \[1, 2, 3\]"),
         (Trace({}, {1: EXPERTS[:, :2]}), r"experts\[1\]: shape must be \(60, 3\)"),
         (Trace({}, {1: EXPERTS.int()}), r"experts\[1\]: dtype must be torch.int64"),
-        (Trace({}, {2: _with_id(6)}), r"experts\[2\]: expert ids .*\[0, 6\), row 8 is \[0, 6, 5\]"),
+        (
+            Trace({}, {2: _with_id(6)}),
+            r"experts\[2\]: .* in \[0, 6\).* row 8 is \[0, 6, 5\]",
+        ),
         (Trace({}, {2: _with_id(-1)}), r"experts\[2\]: expert ids .* row 8 is \[0, -1, 5\]"),
     ],
 )
@@ -148,12 +151,6 @@ def test_a_replay_that_does_not_fit_is_refused(model, trace, message):
         model(IDS, replay=trace)
     with pytest.raises(ValueError, match=message):
         model.model(Batch.uncached(IDS, None), replay=trace)
-
-
-@torch.no_grad()
-def test_a_row_may_select_nothing(model):
-    replay = Trace({1: _selection(t7=[-1] * 7)}, {1: EXPERTS})
-    assert model(IDS, replay=replay).isfinite().all()
 
 
 def test_replay_is_differentiable(model):
