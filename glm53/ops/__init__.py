@@ -1,6 +1,7 @@
 """Operators: one file per family, each with its equation, reference, kernel and registration."""
 
 from glm53.ops.cache_write import cache_write
+from glm53.ops.fixed_shapes import fixed_shapes
 from glm53.ops.index_select import index_select, logical_to_physical
 from glm53.ops.precision import no_autocast
 from glm53.ops.routed_experts import routed_experts
@@ -8,6 +9,7 @@ from glm53.ops.sparse_mla import sparse_mla
 
 __all__ = [
     "cache_write",
+    "fixed_shapes",
     "index_select",
     "logical_to_physical",
     "no_autocast",

@@ -27,12 +27,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from glm53.ops.fixed_shapes import shapes_are_fixed
 from glm53.ops.precision import no_autocast
 
 # fp32 elements of the largest [rows, heads, keys] and [rows, keys] temporaries: 8 MiB, which stays
 # in a last-level cache; it bounds memory, not results.
 TILE_ELEMENTS = 1 << 21
 TILE_KEYS = 2048
+BLOCK_KEYS = 256  # keys of one product where shapes are fixed
 
 
 def rows_of_positions(
@@ -93,6 +95,34 @@ def _scores(
     return scores_US
 
 
+def _scores_of_fixed_shape(
+    q_UJG: Tensor,
+    weights_UJ: Tensor,
+    keys_MG: Tensor,
+    block_row_P: Tensor,
+    num_keys: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    """As `_scores`, of one row and BLOCK_KEYS keys at a time."""
+    # Copies, because a product may also depend on how its operands are aligned.
+    rows = [
+        (q_JG.to(torch.float32, copy=True), weights_J.to(torch.float32, copy=True)[None])
+        for q_JG, weights_J in zip(q_UJG, weights_UJ, strict=True)
+    ]
+    scores_US = weights_UJ.new_empty(len(rows), num_keys, dtype=torch.float32)
+    with no_autocast(q_UJG):
+        for start in range(0, num_keys, BLOCK_KEYS):
+            positions = torch.arange(start, start + BLOCK_KEYS, device=keys_MG.device)
+            positions.clamp_(max=num_keys - 1)  # the last block is filled with its last key
+            key_rows = rows_of_positions(positions, block_row_P, page_size, block_stride)
+            keys_SG = keys_MG[key_rows].to(torch.float32)
+            for scores_S, (q_JG, weights_1J) in zip(scores_US, rows, strict=True):
+                block_S = (weights_1J @ (q_JG @ keys_SG.T).relu_())[0]
+                scores_S[start : start + BLOCK_KEYS] = block_S[: num_keys - start]
+    return scores_US
+
+
 def _select(scores_US: Tensor, lengths_U: Tensor, index_topk: int) -> Tensor:
     """Canonical top-k of rows that all have more than index_topk visible keys."""
     hidden = torch.arange(scores_US.shape[1], device=scores_US.device) >= lengths_U[:, None]
@@ -125,6 +155,7 @@ def _index_select(
     block_stride: int,
 ) -> Tensor:
     num_heads = q_TJG.shape[1]
+    score = _scores_of_fixed_shape if shapes_are_fixed() else _scores
     ramp_L = torch.arange(index_topk, dtype=torch.int32, device=q_TJG.device)
     # Rows with at most index_topk visible keys keep them all and need no scores.
     logical_TL = torch.where(ramp_L < lengths_T[:, None], ramp_L, -1)
@@ -137,7 +168,7 @@ def _index_select(
             step = max(1, TILE_ELEMENTS // per_row)
             rows, scored = scored[:step], scored[step:]
             row_ids = torch.tensor(rows, device=q_TJG.device)
-            scores_US = _scores(
+            scores_US = score(
                 q_TJG[row_ids],
                 weights_TJ[row_ids],
                 keys_MG,

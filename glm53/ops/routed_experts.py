@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm53.ops.fixed_shapes import shapes_are_fixed
 from glm53.ops.precision import compute_dtype, no_autocast
 
 
@@ -47,8 +48,10 @@ def _routed_experts(
     weights = weights_TK.flatten()
     for e, assignments in _groups(ids_TK, gate_up_EFD.shape[0]):
         tokens = assignments // ids_TK.shape[1]
-        gate, up = F.linear(x_TD[tokens], gate_up_EFD[e]).chunk(2, dim=-1)
-        expert_out = F.linear(F.silu(gate) * up, down_EDF[e]).to(out_TD.dtype)
+        # With fixed shapes an expert computes every row, and those sent elsewhere are dropped.
+        computed, kept = (slice(None), tokens) if shapes_are_fixed() else (tokens, slice(None))
+        gate, up = F.linear(x_TD[computed], gate_up_EFD[e]).chunk(2, dim=-1)
+        expert_out = F.linear(F.silu(gate) * up, down_EDF[e])[kept].to(out_TD.dtype)
         out_TD.index_add_(0, tokens, expert_out * weights[assignments, None])
     return out_TD.to(x_TD.dtype)
 

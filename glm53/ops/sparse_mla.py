@@ -16,6 +16,7 @@ row). Returns out_THC [T, H, value_dim] in q's dtype and lse_TH [T, H].
 import torch
 from torch import Tensor
 
+from glm53.ops.fixed_shapes import shapes_are_fixed
 from glm53.ops.precision import compute_dtype, no_autocast
 
 # Elements of one gathered tile [rows, selected, X]: bounds memory at any context length.
@@ -73,10 +74,12 @@ def _sparse_mla(
     dtype = compute_dtype(q_THX.dtype)
     out_THC = q_THX.new_empty(*q_THX.shape[:2], value_dim)
     lse_TH = q_THX.new_empty(q_THX.shape[:2], dtype=dtype)
-    # Valid entries need not be a prefix, so only a suffix that is invalid in every row is cut.
-    width = int((indices_TL >= 0).any(0).nonzero().amax()) + 1 if bool(counts_T.any()) else 0
-    if width == 0:
+    if not bool(counts_T.any()):
         return out_THC.zero_(), lse_TH.fill_(-torch.inf)
+    width = indices_TL.shape[1]
+    if not shapes_are_fixed():
+        # Valid entries need not be a prefix, so only a suffix that is invalid in every row is cut.
+        width = int((indices_TL >= 0).any(0).nonzero().amax()) + 1
     with no_autocast(q_THX):
         for tile in _tiles(q_THX.shape[0], width * q_THX.shape[2]):
             keys_TLX, valid_TL = _gather(rows_MX, indices_TL[tile, :width])
