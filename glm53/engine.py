@@ -180,7 +180,6 @@ class Engine:
                 )
             assert params.max_new_tokens is not None and params.n is not None
             wanted = len(prompt_ids) + (0 if prompt_only else params.max_new_tokens)
-            self._drop_stale_prefixes()
             request_id = next(self._next_id)
             for index in range(params.n):
                 sampler = SamplerState(
@@ -271,6 +270,9 @@ class Engine:
             return wanted
 
     def _step(self) -> list[tuple[Request, Delta]]:
+        # One that is admitted now may start from shared pages.
+        if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_running:
+            self._drop_stale_prefixes()
         chunks = self.scheduler.schedule()
         for name in ("preemptions", "prompt_tokens", "cached_tokens", "evictions"):
             setattr(self.stats, name, getattr(self.scheduler, f"num_{name}"))
@@ -317,6 +319,16 @@ class Engine:
                 self.scheduler.share(request)
         return news
 
+    def drop_prefixes(self) -> None:
+        """Forget the shared pages: their keys are those of earlier weights.
+
+        Happens by itself after a parameter or buffer was written in place, replaced or given other
+        `.data`. It must be called after writes that no version counter sees: through
+        `parameter.data` (`parameter.data.copy_(...)`), and by optimizers with `fused=True`.
+        """
+        with self._exclusive():
+            self.scheduler.drop_prefixes()
+
     def _drop_stale_prefixes(self) -> None:
         """Keys computed with other weights are no prefix of anything."""
         weights = self._weight_versions()
@@ -325,8 +337,9 @@ class Engine:
             self.scheduler.drop_prefixes()
 
     def _weight_versions(self) -> int:
-        """Changes when a parameter is written in place or replaced."""
-        return hash(tuple((id(p), p._version) for p in self._network.parameters()))
+        """Changes when a parameter or buffer is written in place or replaced."""
+        tensors = itertools.chain(self._network.parameters(), self._network.buffers())
+        return hash(tuple((id(t), t.data_ptr(), t._version) for t in tensors))
 
     def _sample(
         self, hidden_TD: Tensor, sampling: list[tuple[Chunk, int]]
