@@ -391,13 +391,23 @@ class GLM53(nn.Module):
         finally:
             engine.cancel(request_id)
 
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> Tensor | list[Tensor]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        replay: Trace | Sequence[Trace | None] | None = None,
+    ) -> Tensor | list[Tensor]:
         """Log-probability of every token of a prompt but its first, through the paged path.
+
+        replay: decisions to take, a trace for a prompt, a list for a list (None: none); a row per
+        token, or per token but the last, as the trace of a completion has for `prompt_token_ids +
+        token_ids`. Such a prompt shares no pages with others.
 
         One fp32 tensor of length len - 1 on the CPU for a prompt, a list for a list. Raises
         ValueError for a prompt that cannot be run, ArithmeticError if its logits are not finite.
         """
         prompt_list, single = _prompt_list(prompts, None)
+        traces = _traces(replay, None if single else len(prompt_list))
         engine = self.engine()
         # Nothing is generated: whatever the checkpoint's own defaults say of texts is no matter.
         params = engine.resolve(SamplingParams(prompt_logprobs=0, n=1, stop=(), bad_words=()))
@@ -405,10 +415,13 @@ class GLM53(nn.Module):
         results: list[list[Completion]] = [[] for _ in prompt_list]
         request_ids: list[int] = []
         try:
-            for i, (prompt, result) in enumerate(zip(prompt_list, results, strict=True)):
+            for i, (prompt, trace) in enumerate(zip(prompt_list, traces, strict=True)):
+                on_delta = _collector(results[i])
                 try:
                     request_ids.append(
-                        engine.add(prompt, params, prompt_only=True, on_delta=_collector(result))
+                        engine.add(
+                            prompt, params, prompt_only=True, on_delta=on_delta, replay=trace
+                        )
                     )
                 except ValueError as error:
                     raise error if single else ValueError(f"prompts[{i}]: {error}") from None
@@ -461,6 +474,19 @@ def _collector(result: list[Completion]):
             result.append(delta.completion)
 
     return on_delta
+
+
+def _traces(replay: Trace | Sequence[Trace | None] | None, count: int | None) -> list[Trace | None]:
+    """One for each of `count` prompts; count None: for the only prompt."""
+    if isinstance(replay, Trace | None):
+        if replay is not None and count is not None:
+            raise ValueError("replay: a list of prompts takes a list of traces, one for each")
+        return [replay] * (1 if count is None else count)
+    traces = list(replay)
+    if count is None or len(traces) != count:
+        wanted = "one prompt takes one trace" if count is None else f"there are {count} prompts"
+        raise ValueError(f"replay has {len(traces)} traces; {wanted}")
+    return traces
 
 
 def _scores(completion: Completion, *index: int) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from glm53.batch import Batch, block_table
+from glm53.batch import Batch, Trace, block_table
 from glm53.cache import PAGE_SIZE, KVCache, PagePool
 from glm53.model import Transformer
 from glm53.request import Completion, Delta, Request
@@ -157,16 +157,18 @@ class Engine:
         *,
         prompt_only: bool = False,
         on_delta: Callable[[Delta], None] | None = None,
+        replay: Trace | None = None,
     ) -> int:
         """Queue a prompt (text, or token ids); returns the request id.
 
         Its `params.n` completions are deltas with the same id and different `index`. on_delta: is
         called with each of them; without it `step` returns them. prompt_only: no token is
-        generated, for `prompt_logprobs`.
+        generated, for `prompt_logprobs`. replay, with prompt_only: decisions to take for the
+        prompt's tokens, all or all but the last.
 
         ValueError: text that is not valid Unicode, an empty prompt, an id outside the vocabulary, a
         prompt that leaves no room below max_position_embeddings, or one that the whole cache
-        cannot hold.
+        cannot hold; a replay that does not fit the prompt.
         """
         with self._exclusive():
             config = self._network.config
@@ -180,6 +182,8 @@ class Engine:
                 )
             assert params.max_new_tokens is not None and params.n is not None
             wanted = len(prompt_ids) + (0 if prompt_only else params.max_new_tokens)
+            if replay is not None:
+                replay = self._fitted(replay, prompt_ids, prompt_only)
             request_id = next(self._next_id)
             for index in range(params.n):
                 sampler = SamplerState(
@@ -201,6 +205,7 @@ class Engine:
                     max_tokens=min(wanted, limit),
                     prompt_only=prompt_only,
                     on_delta=on_delta,
+                    replay=replay,
                 )
                 self.scheduler.add(request)
             return request_id
@@ -283,7 +288,8 @@ class Engine:
             PAGE_SIZE,
             self._network.device,
         )
-        hidden_TD = self._network.model(batch, self._cache)
+        record = Trace() if any(c.request.records for c in chunks) else None
+        hidden_TD = self._network.model(batch, self._cache, record, self._replay(chunks))
         rows = batch.input_ids.numel()
         self.stats.steps += 1
         self.stats.rows += rows
@@ -304,9 +310,12 @@ class Engine:
 
         # Until here a step that raises has changed no request, and the next one repeats it.
         news: list[tuple[Request, Delta]] = []
-        for chunk in chunks:
+        for chunk, first_row in zip(chunks, first_rows, strict=False):
             request = chunk.request
             outcome = outcomes.get(request)
+            if record is not None:
+                accepted = len(outcome) - 1 if isinstance(outcome, list) else 0
+                request.record(record, first_row, chunk.count + accepted)
             request.num_computed += chunk.count
             request.drafts = drafts.get(request, [])
             if isinstance(outcome, SamplingError):
@@ -318,6 +327,35 @@ class Engine:
             if not isinstance(outcome, SamplingError):
                 self.scheduler.share(request)
         return news
+
+    def _replay(self, chunks: list[Chunk]) -> Trace | None:
+        """What the rows of a step replay; rows of other requests are free."""
+        if all(chunk.request.replay is None for chunk in chunks):
+            return None
+        parts = [
+            chunk.request.replay.select(
+                slice(chunk.request.num_computed, chunk.request.num_computed + chunk.count)
+            )
+            if chunk.request.replay is not None
+            else Trace()
+            for chunk in chunks
+        ]
+        return Trace.cat(parts, [len(chunk.token_ids) for chunk in chunks])
+
+    def _fitted(self, replay: Trace, prompt_ids: list[int], prompt_only: bool) -> Trace:
+        """A row for every token of the prompt, on the network's device; ValueError if it cannot."""
+        if not prompt_only:
+            raise ValueError("replay: only the tokens of a prompt are replayed (prompt_only)")
+        length = len(prompt_ids)
+        if replay.num_rows not in (length, length - 1):
+            raise ValueError(
+                f"replay has {replay.num_rows} rows; it must have one for each of the {length} "
+                "tokens, or for all but the last"
+            )
+        replay = Trace.cat([replay], [length]).to(self._network.device)
+        ids_1S = torch.tensor([prompt_ids], device=self._network.device)
+        replay.check(Batch.uncached(ids_1S, None), self._network.config)
+        return replay
 
     def drop_prefixes(self) -> None:
         """Forget the shared pages: their keys are those of earlier weights.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from glm53.batch import Recording, Trace
 from glm53.prefix import Node
 from glm53.sampling import SamplerState, SamplingParams
 from glm53.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
@@ -54,7 +55,9 @@ class Completion:
     stop id or stop string, unless include_stop. finish_reason "stop" (stop_reason: the id or the
     string), "length" (max_new_tokens, or the model's context), "cancelled", or "error" (error: the
     message). logprobs: one {id: log-probability} per new token, if asked for. prompt_logprobs: one
-    per prompt token, None for the first. index: which of the `n` completions of the prompt.
+    per prompt token, None for the first. index: which of the `n` completions of the prompt. trace:
+    with `record`, the decisions that made its log-probabilities, on the CPU: a row per token of
+    prompt and completion but the last, which was never fed (fewer if its prompt was not computed).
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -67,6 +70,7 @@ class Completion:
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     metrics: Metrics = field(default_factory=Metrics)
     index: int = 0
+    trace: Trace | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +103,11 @@ class Request:
         max_tokens: int,
         prompt_only: bool = False,
         on_delta: Callable[[Delta], None] | None = None,
+        replay: Trace | None = None,
     ) -> None:
         """max_tokens: limit of prompt and output together, the model's or the caller's.
-        prompt_only: ends, as "length", when the prompt is computed."""
+        prompt_only: ends, as "length", when the prompt is computed. replay: decisions to take,
+        a row per prompt token."""
         self.request_id = request_id
         self.index = index
         self.tokens = list(prompt_ids)
@@ -111,6 +117,8 @@ class Request:
         self.max_tokens = max_tokens
         self.prompt_only = prompt_only
         self.on_delta = on_delta
+        self.replay = replay
+        self._recording = Recording() if self.params.record else None
         self.num_computed = 0
         self.pages: list[int] = []
         self.drafts: list[int] = []  # to be verified by the next step
@@ -150,6 +158,27 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None
+
+    @property
+    def records(self) -> bool:
+        return self._recording is not None
+
+    @property
+    def computes_every_row(self) -> bool:
+        """Must it not start from pages that other requests computed."""
+        return self.wants_prompt_logprobs or self.records or self.replay is not None
+
+    def record(self, trace: Trace, first_row: int, count: int) -> None:
+        """Keep the decisions of `count` rows of a step, the first at position `num_computed`.
+
+        Rows that a preemption made to be computed again keep their first decisions: those that the
+        tokens and log-probabilities come from.
+        """
+        if self._recording is not None:
+            known = self._recording.num_rows - self.num_computed
+            assert known >= 0
+            if known < count:
+                self._recording.append(trace, slice(first_row + known, first_row + count))
 
     def count_step(self, drafted: int, accepted: int) -> None:
         """Count a step that sampled, with the drafts it verified."""
@@ -213,6 +242,7 @@ class Request:
             prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None,
             metrics=self._metrics(),
             index=self.index,
+            trace=self._recording and self._recording.trace(len(self.tokens) - 1),
         )
         return replace(delta, completion=completion)
 

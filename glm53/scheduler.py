@@ -159,6 +159,7 @@ class Scheduler:
         """Completions of one prompt wait until the first has computed what they can share."""
         return (
             self.prefix is not None
+            and not request.computes_every_row
             and request.prompt_length > PAGE_SIZE
             and any(
                 other.request_id == request.request_id
@@ -169,8 +170,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         path: list[Node] = []
-        # prompt_logprobs need the logits of every position, so every position is computed.
-        if self.prefix is not None and not request.wants_prompt_logprobs:
+        if self.prefix is not None and not request.computes_every_row:
             path = self.prefix.match(request.tokens, request.speculates)
         shared = [node.page for node in path]
         self.pool.share(shared)  # first of all: nothing may evict them now
@@ -179,7 +179,8 @@ class Scheduler:
             self.pool.release(shared)
             return False
         request.pages = shared + own
-        request.prefix_path = path
+        # Keys of rows with replayed decisions are not what another request would compute.
+        request.prefix_path = path if request.replay is None else None
         request.num_computed = len(shared) * PAGE_SIZE
         if not request.preemptions:
             request.num_cached = request.num_computed

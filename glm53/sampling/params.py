@@ -44,6 +44,7 @@ LIBRARY_DEFAULTS: dict[str, Any] = {
     "n": 1,
     "logprobs_mode": "raw",
     "logits_processors": (),
+    "record": False,
 }
 
 _NO_BEAMS = "beam search is not supported; n draws several samples"
@@ -151,6 +152,8 @@ class SamplingParams:
       What is left of the logits is sampled as ever; where `bad_words` or the like leave nothing,
       the completion ends with finish_reason "error". In a chat it holds for the content, after
       the reasoning.
+    - `record`: keep every row's selections and routed experts, `Completion.trace`. Takes
+      4 * index_topk bytes per full layer and 8 * num_experts_per_tok per MoE layer and token.
     """
 
     max_new_tokens: int | None = None
@@ -179,6 +182,7 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    record: bool | None = None
 
     # Only here does an unknown keyword pass through our hands before the generated __init__
     # turns it into a TypeError.
@@ -448,4 +452,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "json_schema": _schema,
     "regex": _text,
     "grammar": _text,
+    "record": _flag,
 }

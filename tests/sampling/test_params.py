@@ -14,7 +14,7 @@ FIELDS = (
     "max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids stop "
     "stop_token_ids include_stop ignore_eos seed n logprobs prompt_logprobs logprobs_mode "
-    "speculative_tokens logits_processors json_schema regex grammar"
+    "speculative_tokens logits_processors json_schema regex grammar record"
 ).split()
 
 
@@ -53,6 +53,7 @@ REFUSED = {
     "json_schema": ["", "{", "[]", "true", 5, ["object"], {1, 2}, {"enum": [object()]}, b"{}"],
     "regex": ["", 5, b"a", ["a"]],
     "grammar": ["", 5, b"a", ["a"]],
+    "record": [1, 0, "yes"],
 }  # fmt: skip
 
 
