@@ -70,6 +70,7 @@ class GLM53(nn.Module):
         max_batch_tokens: int = 1024,
         max_running: int = 64,
         prefix_caching: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """Wraps a network; `from_pretrained` is the usual way in, and documents the arguments."""
         super().__init__()
@@ -91,6 +92,7 @@ class GLM53(nn.Module):
         self._max_batch_tokens = _at_least_1("max_batch_tokens", max_batch_tokens)
         self._max_running = min(_at_least_1("max_running", max_running), max_batch_tokens)
         self._prefix_caching = prefix_caching
+        self._batch_invariant = batch_invariant
         self._engine: Engine | None = None
         self._source: Path | None = None
 
@@ -107,6 +109,7 @@ class GLM53(nn.Module):
         max_batch_tokens: int = 1024,
         max_running: int = 64,
         prefix_caching: bool = True,
+        batch_invariant: bool = False,
         progress: bool = True,
     ) -> "GLM53":
         """Load a Hugging Face checkpoint folder (never touching the network), or a hub id.
@@ -117,7 +120,9 @@ class GLM53(nn.Module):
         of the cache (at most one of them), rounded down to pages of 64 tokens; default 16 full
         contexts, at most a quarter of the free memory of a CPU or 90% of a GPU's.
         max_batch_tokens: rows of one step; max_running: completions that run at once.
-        prefix_caching: share whole pages between prompts that begin alike. progress: show a bar.
+        prefix_caching: share whole pages between prompts that begin alike. batch_invariant: logits
+        of `generate` and `score` are the same bits whatever else is computed and however it is
+        chunked, for one device, dtype and number of threads. progress: show a bar.
 
         Raises ValueError for a configuration or checkpoint that this library cannot compute
         faithfully, naming what is wrong, and MemoryError with the numbers if model and cache do
@@ -156,6 +161,7 @@ class GLM53(nn.Module):
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
             prefix_caching=prefix_caching,
+            batch_invariant=batch_invariant,
         )
         model._source = folder
         return model.eval()
@@ -219,6 +225,7 @@ class GLM53(nn.Module):
                 max_batch_tokens=self._max_batch_tokens,
                 max_running=self._max_running,
                 prefix_caching=self._prefix_caching,
+                batch_invariant=self._batch_invariant,
             )
         return self._engine
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from glm53 import tiles
 from glm53.batch import Batch, Trace, block_table
 from glm53.cache import PAGE_SIZE, KVCache, PagePool
 from glm53.model import Transformer
@@ -80,10 +81,12 @@ class Engine:
         max_batch_tokens: int,
         max_running: int,
         prefix_caching: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """eos_ids: end a completion unless ignore_eos. generation_config: defaults of sampling
         parameters. max_batch_tokens: rows of a step; max_running: requests that run at once.
-        prefix_caching: share full pages between requests that begin alike."""
+        prefix_caching: share full pages between requests that begin alike. batch_invariant: logits
+        of a request are the same bits in any batch and chunking, see `glm53.tiles`."""
         self._network = network
         self._tokenizer = tokenizer
         self._cache = cache
@@ -96,6 +99,7 @@ class Engine:
             max_running=max_running,
             prefix_caching=prefix_caching,
         )
+        self._batch_invariant = batch_invariant
         self._weights = self._weight_versions()
         self._compiler: ConstraintCompiler | None = None  # made with the first grammar
         self.stats = EngineStats()
@@ -289,7 +293,7 @@ class Engine:
             self._network.device,
         )
         record = Trace() if any(c.request.records for c in chunks) else None
-        hidden_TD = self._network.model(batch, self._cache, record, self._replay(chunks))
+        hidden_TD = self._hidden_states(batch, record, self._replay(chunks))
         rows = batch.input_ids.numel()
         self.stats.steps += 1
         self.stats.rows += rows
@@ -327,6 +331,17 @@ class Engine:
             if not isinstance(outcome, SamplingError):
                 self.scheduler.share(request)
         return news
+
+    def _hidden_states(self, batch: Batch, record: Trace | None, replay: Trace | None) -> Tensor:
+        if self._batch_invariant:
+            return tiles.hidden_states(self._network, self._cache, batch, record, replay)
+        return self._network.model(batch, self._cache, record, replay)
+
+    def _logits(self, hidden_TD: Tensor, positions: Sequence[int]) -> Tensor:
+        """Of rows at these positions of their requests."""
+        if self._batch_invariant:
+            return tiles.logits(self._network, hidden_TD, positions)
+        return self._network.lm_head(hidden_TD)
 
     def _replay(self, chunks: list[Chunk]) -> Trace | None:
         """What the rows of a step replay; rows of other requests are free."""
@@ -387,7 +402,12 @@ class Engine:
         if not sampling:
             return {}
         rows = [row + i for chunk, row in sampling for i in range(1 + len(chunk.drafts))]
-        logits_TW = self._network.lm_head(hidden_TD[rows])
+        positions = [
+            chunk.request.num_computed + chunk.count - 1 + i
+            for chunk, _ in sampling
+            for i in range(1 + len(chunk.drafts))
+        ]
+        logits_TW = self._logits(hidden_TD[rows], positions)
         samples = sample(
             logits_TW,
             [
@@ -515,7 +535,9 @@ class Engine:
         for part_TD, part_T in zip(
             rows_TD.split(_LOGIT_ROWS), next_ids_T.split(_LOGIT_ROWS), strict=True
         ):
-            logits_TW = self._network.lm_head(part_TD)
+            start = len(request.prompt_logprobs) - 1
+            positions = range(start, start + len(part_T))
+            logits_TW = self._logits(part_TD, positions)
             error = next((e for e in unusable_rows(logits_TW) if e is not None), None)
             if error is not None:
                 return SamplingError(f"prompt_logprobs: {error}")

@@ -18,6 +18,6 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["outs"]) == 2 and len(names["several"]) == 3
-    assert [len(s) for s in names["scores"]] == [len(names["ids"]) - 1] * 2
+    assert [len(s) for s in names["scores"]] == [len(s) - 1 for s in names["sequences"]]
     assert names["out"].text in capsys.readouterr().out
     assert glm53.GLM53.from_pretrained(tmp_path / "copy", progress=False).config.vocab_size == 4096
