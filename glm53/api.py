@@ -13,10 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from glm53.batch import Trace
-from glm53.cache import PAGE_SIZE, KVCache, bytes_per_token
+from glm53.cache import (
+    PAGE_SIZE,
+    KVCache,
+    bytes_per_token,
+    cache_bytes,
+    check_hot_tokens,
+    fitting_tokens,
+)
 from glm53.chat import ChatCompletion, ChatDelta, ChatReply, ToolChoice
 from glm53.checkpoint import (
     available_bytes,
+    check_fits,
     load_transformer,
     resolve_folder,
     save_transformer,
@@ -67,6 +75,7 @@ class GLM53(nn.Module):
         kv_cache_dtype: torch.dtype | str | None = None,
         kv_cache_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
+        kv_cache_hot_tokens: int | None = None,
         max_batch_tokens: int = 1024,
         max_running: int = 64,
         prefix_caching: bool = True,
@@ -89,6 +98,8 @@ class GLM53(nn.Module):
         self._kv_cache_dtype = _cache_dtype(kv_cache_dtype)
         self._kv_cache_size = kv_cache_tokens, kv_cache_bytes
         self._cache_tokens()
+        check_hot_tokens(kv_cache_hot_tokens, self.config)
+        self._kv_cache_hot_tokens = kv_cache_hot_tokens
         self._max_batch_tokens = _at_least_1("max_batch_tokens", max_batch_tokens)
         self._max_running = min(_at_least_1("max_running", max_running), max_batch_tokens)
         self._prefix_caching = prefix_caching
@@ -106,6 +117,7 @@ class GLM53(nn.Module):
         kv_cache_dtype: torch.dtype | str | None = None,
         kv_cache_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
+        kv_cache_hot_tokens: int | None = None,
         max_batch_tokens: int = 1024,
         max_running: int = 64,
         prefix_caching: bool = True,
@@ -119,6 +131,11 @@ class GLM53(nn.Module):
         default bfloat16 for a bfloat16 model, else float32. kv_cache_tokens, kv_cache_bytes: size
         of the cache (at most one of them), rounded down to pages of 64 tokens; default 16 full
         contexts, at most a quarter of the free memory of a CPU or 90% of a GPU's.
+        kv_cache_hot_tokens: keep the latents in host memory and only so many rows of each layer on
+        the device, for all requests together, at least index_topk; a selection's other rows are
+        fetched. Results are the same, slower by the copies, and the device has room for contexts
+        many times as long. kv_cache_bytes then counts latents (in host memory) and index keys (on
+        the device), and the hot rows come on top. Not for compiled models.
         max_batch_tokens: rows of one step; max_running: completions that run at once.
         prefix_caching: share whole pages between prompts that begin alike. batch_invariant: logits
         of `generate` and `score` are the same bits whatever else is computed and however it is
@@ -142,13 +159,20 @@ class GLM53(nn.Module):
         cache_dtype = _cache_dtype(kv_cache_dtype) or _default_cache_dtype(torch_dtype)
         mtp = config.mtp_layer is not None
         tokens = _cache_tokens(config, cache_dtype, mtp, kv_cache_tokens, kv_cache_bytes)
-        cache_bytes = (tokens or PAGE_SIZE) * bytes_per_token(config, cache_dtype, mtp=mtp)
+        check_hot_tokens(kv_cache_hot_tokens, config)
+        device_bytes, host_bytes = cache_bytes(
+            config, cache_dtype, tokens or PAGE_SIZE, hot_tokens=kv_cache_hot_tokens, mtp=mtp
+        )
+        if device.type == "cpu":
+            device_bytes += host_bytes
+        else:
+            check_fits({"cache": host_bytes}, "cpu")
         network = load_transformer(
             folder,
             config,
             device=device,
             dtype=torch_dtype,
-            extra_bytes={"cache": cache_bytes},
+            extra_bytes={"cache": device_bytes},
             progress=progress,
         )
         model = cls(
@@ -158,6 +182,7 @@ class GLM53(nn.Module):
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_tokens=kv_cache_tokens,
             kv_cache_bytes=kv_cache_bytes,
+            kv_cache_hot_tokens=kv_cache_hot_tokens,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
             prefix_caching=prefix_caching,
@@ -215,6 +240,7 @@ class GLM53(nn.Module):
                 mtp=self._has_mtp,
                 dtype=self._cache_dtype,
                 device=self.device,
+                hot_tokens=self._kv_cache_hot_tokens,
             )
             self._engine = Engine(
                 self.network,
@@ -458,16 +484,24 @@ class GLM53(nn.Module):
         return _cache_tokens(self.config, self._cache_dtype, self._has_mtp, *self._kv_cache_size)
 
     def _default_cache_tokens(self) -> int:
-        token_bytes = bytes_per_token(self.config, self._cache_dtype, mtp=self._has_mtp)
-        share = _DEFAULT_MEMORY_SHARE.get(self.device.type, 0.25)
-        fitting = int(share * available_bytes(self.device)) // token_bytes
-        tokens = min(_DEFAULT_CONTEXTS * self.config.max_position_embeddings, fitting)
+        room = [
+            int(_DEFAULT_MEMORY_SHARE.get(device.type, 0.25) * available_bytes(device))
+            for device in (self.device, torch.device("cpu"))
+        ]
+        tokens = fitting_tokens(
+            self.config,
+            self._cache_dtype,
+            room[0],
+            None if self.device.type == "cpu" else room[1],
+            hot_tokens=self._kv_cache_hot_tokens,
+            mtp=self._has_mtp,
+        )
         if tokens < PAGE_SIZE:
             raise MemoryError(
-                f"a cache page needs {PAGE_SIZE * token_bytes} bytes, {self.device} has "
-                f"{available_bytes(self.device)} free"
+                f"a cache page does not fit: {self.device} has {available_bytes(self.device)} "
+                f"bytes free, of which a cache may take {room[0]}"
             )
-        return tokens
+        return min(_DEFAULT_CONTEXTS * self.config.max_position_embeddings, tokens)
 
 
 def _count(params: SamplingParams) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glm53.config import GLM53Config
+from glm53.residency import FetchPlan
 
 
 def block_table(pages: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
@@ -124,15 +125,17 @@ class Selection:
     """What an index group attends to: made by its full layer, received by its shared layers.
 
     logical [T, index_topk] int32: positions, ascending, -1 suffix; physical [T, index_topk] int32:
-    the rows that hold them; counts [T] int32: valid entries.
+    the rows that hold them; counts [T] int32: valid entries. fetch: with a host-backed cache, how
+    these rows get to the device, made by the full layer as well.
     """
 
     logical: Tensor
     physical: Tensor
     counts: Tensor
+    fetch: FetchPlan | None = None
 
     def select(self, rows: Tensor | slice) -> "Selection":
-        """That of some rows."""
+        """That of some rows; a full layer that takes it makes a new plan."""
         return Selection(self.logical[rows], self.physical[rows], self.counts[rows])
 
 

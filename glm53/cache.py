@@ -6,6 +6,10 @@ reused as one. Each layer's pages are a tensor of their own. Bytes per token
     layers * (kv_lora_rank + qk_rope_head_dim) * itemsize + full layers * index_head_dim * itemsize
 
 with the MTP layer (full) counted when it is loaded.
+
+A cache with `hot_tokens` is host-backed: latents are in host memory (pinned if there is a GPU), the
+index keys, which every step scans in full, on the device, and so is a hot set of so many latent
+rows per layer, see `glm53.residency`. Without, everything is on the device.
 """
 
 from collections.abc import Iterable
@@ -15,15 +19,21 @@ import torch
 from torch import Tensor
 
 from glm53.config import GLM53Config
+from glm53.residency import HotRows, Residency
 
 PAGE_SIZE = 64  # tokens; the block size of the sparse MLA and index-logits kernels for GPUs
 
 
 class LayerCache(NamedTuple):
-    """latent [slots, kv_lora_rank + qk_rope_head_dim]; index_keys [slots, index_head_dim]."""
+    """latent [slots, kv_lora_rank + qk_rope_head_dim]; index_keys [slots, index_head_dim].
+
+    hot: if latent is in host memory, the rows of it that the device has. Whoever writes latents
+    calls `hot.residency.invalidate` first.
+    """
 
     latent: Tensor
     index_keys: Tensor | None
+    hot: HotRows | None = None
 
 
 def _full_layers(config: GLM53Config, mtp: bool) -> list[bool]:
@@ -37,8 +47,61 @@ def bytes_per_token(config: GLM53Config, dtype: torch.dtype, *, mtp: bool) -> in
     return (latents + sum(full) * config.index_head_dim) * dtype.itemsize
 
 
+def cache_bytes(
+    config: GLM53Config, dtype: torch.dtype, num_tokens: int, *, hot_tokens: int | None, mtp: bool
+) -> tuple[int, int]:
+    """Bytes on the device and in host memory of a cache of `num_tokens`.
+
+    Host-backed, the device has per token an index key and 4 bytes of map for every full layer, per
+    hot row a latent for every layer and 16 bytes for every full one, and 4 bytes per full layer.
+    """
+    token_bytes = bytes_per_token(config, dtype, mtp=mtp)
+    if hot_tokens is None:
+        return num_tokens * token_bytes, 0
+    full = _full_layers(config, mtp)
+    latent = len(full) * (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
+    device = num_tokens * (token_bytes - latent) + hot_tokens * (latent + 16 * sum(full))
+    return device + 4 * sum(full) * (num_tokens + 1), num_tokens * latent
+
+
+def fitting_tokens(
+    config: GLM53Config,
+    dtype: torch.dtype,
+    device_room: int,
+    host_room: int | None,
+    *,
+    hot_tokens: int | None,
+    mtp: bool,
+) -> int:
+    """Tokens of the largest cache that fits so many bytes on the device and in host memory.
+
+    host_room None: the device's memory is the host's.
+    """
+    fixed, _ = cache_bytes(config, dtype, 0, hot_tokens=hot_tokens, mtp=mtp)
+    device, host = cache_bytes(config, dtype, 1, hot_tokens=hot_tokens, mtp=mtp)
+    if host_room is None:
+        device, host = device + host, 0
+    fitting = (device_room - fixed) // (device - fixed)
+    return min(fitting, (host_room or 0) // host) if host else fitting
+
+
+def check_hot_tokens(hot_tokens: int | None, config: GLM53Config) -> None:
+    """ValueError unless it is None or so many rows that any query's selection fits."""
+    if hot_tokens is None:
+        return
+    if not hasattr(hot_tokens, "__index__") or hot_tokens < config.index_topk:
+        raise ValueError(
+            f"kv_cache_hot_tokens={hot_tokens!r}: must be an integer, at least index_topk="
+            f"{config.index_topk}, the rows that one query reads"
+        )
+
+
 class KVCache:
-    """The page tensors of every layer. Uninitialised: nothing reads a slot before it is written."""
+    """The page tensors of every layer. Uninitialised: nothing reads a slot before it is written.
+
+    hot_tokens: keep latents in host memory and so many rows of each layer on the device; at least
+    index_topk. None: everything on the device.
+    """
 
     def __init__(
         self,
@@ -48,28 +111,52 @@ class KVCache:
         mtp: bool,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        hot_tokens: int | None = None,
     ) -> None:
         if num_pages < 1:
             raise ValueError(f"a cache needs at least one page of {PAGE_SIZE} tokens")
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"kv_cache_dtype must be bfloat16 or float32, got {dtype}")
+        check_hot_tokens(hot_tokens, config)
         self.num_pages = num_pages
         self.dtype = dtype
         slots = num_pages * PAGE_SIZE
         width = config.kv_lora_rank + config.qk_rope_head_dim
+        on_host = {"pin_memory": torch.device(device).type == "cuda"}
+        on_device = {"device": device}
 
-        def empty(dim: int) -> Tensor:
-            return torch.empty(slots, dim, dtype=dtype, device=device)
+        def empty(rows: int, dim: int, where: dict) -> Tensor:
+            return torch.empty(rows, dim, dtype=dtype, **where)
 
-        self.layers = [
-            LayerCache(empty(width), empty(config.index_head_dim) if full else None)
-            for full in _full_layers(config, mtp)
-        ]
+        self.layers: list[LayerCache] = []
+        self._residencies: list[Residency] = []  # of each index group
+        for full in _full_layers(config, mtp):
+            index_keys = empty(slots, config.index_head_dim, on_device) if full else None
+            if hot_tokens is None:
+                self.layers.append(LayerCache(empty(slots, width, on_device), index_keys))
+                continue
+            if full:
+                self._residencies.append(Residency(slots, hot_tokens, device))
+            hot = HotRows(empty(hot_tokens, width, on_device), self._residencies[-1])
+            hot.residency.num_layers += 1
+            self.layers.append(LayerCache(empty(slots, width, on_host), index_keys, hot))
 
     @property
     def nbytes(self) -> int:
-        """Bytes really allocated."""
-        return sum(t.nbytes for layer in self.layers for t in layer if t is not None)
+        """Bytes really allocated, on the device and in host memory."""
+        tensors = [t for layer in self.layers for t in layer[:2] if t is not None]
+        tensors += [layer.hot.rows for layer in self.layers if layer.hot is not None]
+        return sum(t.nbytes for t in tensors) + sum(r.nbytes for r in self._residencies)
+
+    @property
+    def hot_traffic(self) -> tuple[int, int, int]:
+        """Hits, misses and fetched bytes of the hot set so far, see `Residency`; 0 without one."""
+        groups = self._residencies
+        return (
+            sum(group.hits for group in groups),
+            sum(group.misses for group in groups),
+            sum(group.fetched_bytes for group in groups),
+        )
 
 
 class PagePool:

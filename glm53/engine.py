@@ -45,7 +45,12 @@ _DEFAULT_DRAFTS = 5  # the recipe of GLM-5.2 and 5.3
 class EngineStats:
     """Counted since the engine was made. rows: tokens computed; max_rows: most rows of a step;
     drafted, accepted: speculative tokens; prompt_tokens, cached_tokens: of admitted requests, and
-    those of them found in the prefix tree; evictions: pages that the tree gave back."""
+    those of them found in the prefix tree; evictions: pages that the tree gave back.
+
+    Of a host-backed cache: hot_hits, hot_misses: latent rows that selections found in, and that
+    they had to fetch into, the hot set: each row once for every index group and tile, which is the
+    rows of a step, or as many of them as the hot set can hold together; fetched_bytes: what was
+    copied, in all layers."""
 
     steps: int = 0
     rows: int = 0
@@ -56,6 +61,9 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     evictions: int = 0
+    hot_hits: int = 0
+    hot_misses: int = 0
+    fetched_bytes: int = 0
 
 
 class Engine:
@@ -311,6 +319,8 @@ class Engine:
                 sampling.append((chunk, first_row + chunk.count - 1))
         outcomes |= self._sample(hidden_TD, sampling)
         drafts = self._draft(chunks, first_rows, batch, hidden_TD, outcomes)
+        traffic = self._cache.hot_traffic
+        self.stats.hot_hits, self.stats.hot_misses, self.stats.fetched_bytes = traffic
 
         # Until here a step that raises has changed no request, and the next one repeats it.
         news: list[tuple[Request, Delta]] = []

@@ -14,6 +14,8 @@ positions, X cache row (C + R), Y query head (N + R), M rows of a key tensor, E 
 per token, F expert intermediate, B requests, S sequence, W vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -209,6 +211,8 @@ class Attention(nn.Module):
         k_pe_TR = rope(k_pe_TR, cos, sin, config.rope_interleave)
         rows_MX = torch.cat((self.kv_a_layernorm(latent_TC), k_pe_TR), dim=-1)
         if cache is not None:
+            if cache.hot is not None and self.indexer is not None:
+                cache.hot.residency.invalidate(batch.slots)  # in every layer of the group
             cache_write(rows_MX, batch.slots, cache.latent)
             rows_MX = cache.latent
 
@@ -229,14 +233,30 @@ class Attention(nn.Module):
                     "given none: pass the Selection that the preceding full layer returned"
                 )
             selection = self._select(x_TD, q_latent_TQ, table, batch, cache, record, replay)
-        out_THC, _ = sparse_mla(
-            torch.cat((q_latent_THC, q_pe_THR), dim=-1),
-            rows_MX,
-            selection.physical,
-            selection.counts,
-            value_dim=config.kv_lora_rank,
-            scale=config.softmax_scale,
-        )
+        q_THX = torch.cat((q_latent_THC, q_pe_THR), dim=-1)
+        value_dim, scale = config.kv_lora_rank, config.softmax_scale
+        if cache is None or cache.hot is None:
+            out_THC, _ = sparse_mla(
+                q_THX,
+                rows_MX,
+                selection.physical,
+                selection.counts,
+                value_dim=value_dim,
+                scale=scale,
+            )
+        else:
+            if self.indexer is not None:  # the layers that share the selection share the plan
+                plan = cache.hot.residency.resolve(selection.physical)
+                selection = replace(selection, fetch=plan)
+            assert selection.fetch is not None
+            out_THC, _ = cache.hot.sparse_mla(
+                q_THX,
+                rows_MX,
+                selection.fetch,
+                selection.counts,
+                value_dim=value_dim,
+                scale=scale,
+            )
         out_THV = torch.einsum("thc,hvc->thv", out_THC, w_uv_HVC)
         return self.o_proj(out_THV.flatten(1)), selection
 

@@ -75,7 +75,7 @@ def poison_stale(engine: Engine) -> int:
 
 
 def _cache_tensors(engine: Engine) -> list[Tensor]:
-    return [t for layer in engine._cache.layers for t in layer if t is not None]
+    return [t for layer in engine._cache.layers for t in layer if isinstance(t, Tensor)]
 
 
 def check_counts(engine: Engine) -> None:

@@ -6,6 +6,7 @@ from glm53.ops.index_select import index_select, logical_to_physical
 from glm53.ops.precision import no_autocast
 from glm53.ops.routed_experts import routed_experts
 from glm53.ops.sparse_mla import sparse_mla
+from glm53.ops.tiered_sparse_mla import tiered_sparse_mla
 
 __all__ = [
     "cache_write",
@@ -15,4 +16,5 @@ __all__ = [
     "no_autocast",
     "routed_experts",
     "sparse_mla",
+    "tiered_sparse_mla",
 ]

@@ -3,6 +3,9 @@
 This is the one operator of the model that mutates an argument. Rows whose slot is negative
 (padding, or a page that another rank owns) leave every byte of the cache as it was.
 
+The cache may lie in host memory while rows and slots are on a device: then the call returns when
+the rows are there, and so after every copy out of the cache that the device's stream still had.
+
 rows_TA [T, A], slots_T [T] int64, cache [M, A] with M slots; rows are cast to the cache's dtype.
 """
 
@@ -20,7 +23,8 @@ def cache_write_ref(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
 @torch.library.custom_op("glm53::cache_write", mutates_args=("cache",))
 def _cache_write(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
     written = slots_T >= 0
-    cache.index_copy_(0, slots_T[written], rows_TA[written].to(cache.dtype))
+    slots, rows = slots_T[written].to(cache.device), rows_TA[written].to(cache)
+    cache.index_copy_(0, slots, rows)
 
 
 @_cache_write.register_fake

@@ -13,6 +13,8 @@ q_THX [T, H, X], rows_MX [M, X], indices_TL [T, L] int32, counts_T [T] int32 (va
 row). Returns out_THC [T, H, value_dim] in q's dtype and lse_TH [T, H].
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,26 +53,30 @@ def _tiles(num_rows: int, row_elements: int) -> list[slice]:
     return [slice(t, min(t + step, num_rows)) for t in range(0, num_rows, step)]
 
 
-def _gather(rows_MX: Tensor, indices_TL: Tensor) -> tuple[Tensor, Tensor]:
-    """Selected rows [T, L, X] and validity [T, L]; no row that nobody selected is read.
+def _fill(indices_TL: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices that can all be read, and which of them were valid; both [T, L].
 
     An invalid entry repeats a row that its query did select, so that whatever lies in unwritten
     memory (NaN times a zero weight is NaN) cannot reach the sum.
     """
     valid_TL = indices_TL >= 0
     stand_in_T1 = indices_TL.amax(-1, keepdim=True).clamp(min=0)
-    return rows_MX[torch.where(valid_TL, indices_TL, stand_in_T1).long()], valid_TL
+    return torch.where(valid_TL, indices_TL, stand_in_T1).long(), valid_TL
 
 
-@torch.library.custom_op("glm53::sparse_mla", mutates_args=())
-def _sparse_mla(
+def attend(
     q_THX: Tensor,
-    rows_MX: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     value_dim: int,
     scale: float,
+    gather: Callable[[slice, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
+    """The kernel. gather(tile, filled_TL): the rows [T, L, X] of a tile of queries, tiles in order.
+
+    What a query gets depends, in the last bit, on the shapes of its tile and on nothing that
+    `gather` does.
+    """
     dtype = compute_dtype(q_THX.dtype)
     out_THC = q_THX.new_empty(*q_THX.shape[:2], value_dim)
     lse_TH = q_THX.new_empty(q_THX.shape[:2], dtype=dtype)
@@ -82,8 +88,8 @@ def _sparse_mla(
         width = int((indices_TL >= 0).any(0).nonzero().amax()) + 1
     with no_autocast(q_THX):
         for tile in _tiles(q_THX.shape[0], width * q_THX.shape[2]):
-            keys_TLX, valid_TL = _gather(rows_MX, indices_TL[tile, :width])
-            keys_TLX = keys_TLX.to(dtype)
+            filled_TL, valid_TL = _fill(indices_TL[tile, :width])
+            keys_TLX = gather(tile, filled_TL).to(dtype)
             scores_THL = torch.bmm(q_THX[tile].to(dtype), keys_TLX.mT).mul_(scale)
             scores_THL.masked_fill_(~valid_TL[:, None], -torch.inf)
             lse_TH[tile] = scores_THL.logsumexp(-1)
@@ -92,6 +98,21 @@ def _sparse_mla(
             out_THC[tile] = out_tile.masked_fill_(empty_T[:, None, None], 0).to(q_THX.dtype)
             lse_TH[tile].masked_fill_(empty_T[:, None], -torch.inf)
     return out_THC, lse_TH
+
+
+@torch.library.custom_op("glm53::sparse_mla", mutates_args=())
+def _sparse_mla(
+    q_THX: Tensor,
+    rows_MX: Tensor,
+    indices_TL: Tensor,
+    counts_T: Tensor,
+    value_dim: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    def gather(tile: slice, filled_TL: Tensor) -> Tensor:
+        return rows_MX[filled_TL]
+
+    return attend(q_THX, indices_TL, counts_T, value_dim, scale, gather)
 
 
 @_sparse_mla.register_fake
@@ -128,8 +149,8 @@ def _sparse_mla_backward(
         return grad_q_THX.zero_(), grad_rows_MX.to(rows_MX.dtype)
     with no_autocast(q_THX):
         for tile in _tiles(q_THX.shape[0], indices_TL.shape[1] * q_THX.shape[2]):
-            keys_TLX, valid_TL = _gather(rows_MX, indices_TL[tile])
-            keys_TLX, q_tile = keys_TLX.to(dtype), q_THX[tile].to(dtype)
+            filled_TL, valid_TL = _fill(indices_TL[tile])
+            keys_TLX, q_tile = rows_MX[filled_TL].to(dtype), q_THX[tile].to(dtype)
             grad_tile = grad_out_THC[tile].to(dtype)
             scores_THL = torch.bmm(q_tile, keys_TLX.mT).mul_(scale)
             visible_T1L = valid_TL[:, None]
