@@ -368,6 +368,25 @@ def test_the_embedded_model():
 # --- what is asked for ---
 
 
+def test_sizes(monkeypatch):
+    """kv_cache_bytes: latents in host memory and index keys; hot rows and maps come on top."""
+    page = PAGE_SIZE * 4 * (5 * 26 + 4 * 14)
+    extra = 9 * (5 * ROW + 4 * 16) + 4 * 4  # and 4 bytes a slot and index group
+    model = tiny_model(kv_cache_tokens=None, kv_cache_bytes=2 * page + 9, kv_cache_hot_tokens=9)
+    assert model.engine().pool.num_pages == 2
+    assert model.engine()._cache.nbytes == 2 * page + extra + 2 * PAGE_SIZE * 16
+    # By default a quarter of a CPU's memory, with everything counted.
+    page += PAGE_SIZE * 16
+    for room, pages in ((2 * page + extra, 2), (2 * page + extra - 1, 1), (page + extra - 1, None)):
+        monkeypatch.setattr("glm53.api.available_bytes", lambda device, room=room: 4 * room)
+        model = tiny_model(kv_cache_tokens=None, kv_cache_hot_tokens=9)
+        if pages is None:
+            with pytest.raises(MemoryError, match="a cache page does not fit"):
+                model.engine()
+        else:
+            assert model.engine().pool.num_pages == pages
+
+
 @pytest.mark.parametrize("bad", [TOPK - 1, 0, -1, 7.5, "many", True])
 def test_a_hot_set_that_holds_no_selection_is_refused(bad):
     with pytest.raises(ValueError, match=r"kv_cache_hot_tokens=.*integer, at least index_topk=7"):

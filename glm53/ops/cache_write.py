@@ -1,7 +1,7 @@
 """Write rows into their cache slots: cache[slots[t]] = rows[t] for every t with slots[t] >= 0.
 
-This is the one operator of the model that mutates an argument. Rows whose slot is negative
-(padding, or a page that another rank owns) leave every byte of the cache as it was.
+Besides `tiered_sparse_mla` the one operator of the model that mutates an argument. Rows whose slot
+is negative (padding, or a page that another rank owns) leave every byte of the cache as it was.
 
 The cache may lie in host memory while rows and slots are on a device: then the call returns when
 the rows are there, and so after every copy out of the cache that the device's stream still had.
