@@ -47,10 +47,10 @@ class EngineStats:
     drafted, accepted: speculative tokens; prompt_tokens, cached_tokens: of admitted requests, and
     those of them found in the prefix tree; evictions: pages that the tree gave back.
 
-    Of a host-backed cache: hot_hits, hot_misses: latent rows that selections found in, and that
-    they had to fetch into, the hot set: each row once for every index group and tile, which is the
-    rows of a step, or as many of them as the hot set can hold together; fetched_bytes: what was
-    copied, in all layers."""
+    Of a host-backed cache, hot_hits, hot_misses: latent rows that selections found in the hot set,
+    and that had to be fetched into it. A row counts once for every index group and tile: the rows
+    of a forward, or a run of them whose selections fit the hot set together. fetched_bytes: what
+    was copied, over all layers."""
 
     steps: int = 0
     rows: int = 0

@@ -33,7 +33,7 @@ class FetchPlan:
     sources: Tensor
     destinations: Tensor
     fetch_ends: list[int]
-    serial: int  # plans that the group's residency had made before
+    serial: int  # which plan of its residency this is
 
 
 class Residency:
@@ -66,13 +66,14 @@ class Residency:
     def resolve(self, slots_TL: Tensor) -> FetchPlan:
         """Plan for a selection: slots int32 [T, index_topk], distinct within a row, -1: nothing.
 
-        It counts as carried out: every layer of the group must do so before the next one is made.
-        If an error kept one from it, the group starts again with nothing resident.
+        Every layer of the group carries it out, and says so (`done`), before the next one is made.
         """
+        # An error kept a layer from its part of the last plan: it lacks rows that the map has.
         if self._pending:
             self._row_of_slot.fill_(-1)
         self._pending = self.num_layers
         self._serial += 1
+        # Rows whose slot was written since are the first to be used again.
         current = self._row_of_slot[self._slot_of_row[self._order]] == self._order
         self._order = torch.cat((self._order[~current], self._order[current]))
         indices_TL = torch.full_like(slots_TL, -1)

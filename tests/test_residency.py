@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm53.residency import Residency
@@ -39,6 +39,7 @@ forwards = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(forwards=forwards, num_rows=st.integers(WIDTH, SLOTS + 3), layers=st.integers(1, 3))
 def test_equals_a_plain_lru(forwards, num_rows, layers):
     """Rows rewritten at will: each layer reads what was written last, and counts are an LRU's."""
