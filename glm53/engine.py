@@ -495,13 +495,15 @@ class Engine:
         return dict(zip(drafting, proposed, strict=True))
 
     def _accept(self, chunk: Chunk, samples: list[Sample]) -> list[tuple[Request, Delta]]:
-        request, accepted = chunk.request, len(samples) - 1
-        request.num_computed += accepted
-        request.count_step(len(chunk.drafts), accepted)
+        request = chunk.request
+        request.num_computed += len(samples) - 1
+        request.count_step(len(chunk.drafts))
         self.stats.drafted += len(chunk.drafts)
-        self.stats.accepted += accepted
         news: list[tuple[Request, Delta]] = []
-        for sampled in samples:
+        for i, sampled in enumerate(samples):
+            if i:  # before the token: the completion that comes with the last one counts it
+                request.count_accepted(i - 1)
+                self.stats.accepted += 1
             news.append((request, request.accept(sampled.token_id, sampled.logprobs)))
             if news[-1][1].completion is not None:
                 break  # a stop among the accepted drafts: what follows it was never asked for

@@ -21,8 +21,10 @@ _PROMPT_TAIL = 8
 class Metrics:
     """ttft: seconds from adding the request to its first token (None: no token came);
     tokens_per_second: over the tokens after the first; preemptions: how often its pages were taken
-    and its tokens recomputed; drafted, accepted: speculative tokens; cached_tokens: prompt tokens
-    whose keys were shared with earlier requests.
+    and its tokens recomputed; drafted: speculative tokens that steps verified; accepted: those of
+    them after which the step emitted one more token (of drafts behind the end of a completion, and
+    of one that is its end, this is not so): decode_steps + accepted tokens were emitted.
+    cached_tokens: prompt tokens whose keys were shared with earlier requests.
 
     decode_steps: steps that sampled for this completion; token_latency, step_latency: mean seconds
     between tokens and between such steps, which differ under speculation; accepted_at: how many
@@ -180,13 +182,15 @@ class Request:
             if known < count:
                 self._recording.append(trace, slice(first_row + known, first_row + count))
 
-    def count_step(self, drafted: int, accepted: int) -> None:
+    def count_step(self, drafted: int) -> None:
         """Count a step that sampled, with the drafts it verified."""
         self._decode_steps += 1
         self._drafted += drafted
         self._accepted_at += [0] * (drafted - len(self._accepted_at))
-        for i in range(accepted):
-            self._accepted_at[i] += 1
+
+    def count_accepted(self, position: int) -> None:
+        """Count a draft, by its position among the step's, that another token follows."""
+        self._accepted_at[position] += 1
 
     def accept(self, token_id: int, logprobs: Logprobs | None) -> Delta:
         """Add a sampled token; the delta says whether it was the last."""

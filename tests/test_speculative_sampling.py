@@ -156,7 +156,7 @@ def _right_drafts(own: GLM53, prompt, ids, k=5, **fields):
 @pytest.mark.parametrize("ignored", [0, 4])
 def test_a_stop_id_among_accepted_drafts(model, prompts, greedy_ids, ignored):
     """At every place of a step of six tokens; min_new_tokens postpones it."""
-    ids = greedy_ids[2]
+    ids, wasted = greedy_ids[2], 0
     for place in range(1, 8):
         fields = {"temperature": 0, "stop_token_ids": [ids[place]], "min_new_tokens": ignored}
         fields["logprobs"] = 1
@@ -171,7 +171,15 @@ def test_a_stop_id_among_accepted_drafts(model, prompts, greedy_ids, ignored):
         )
         assert len(completion.logprobs) == sum(len(d.logprobs) for d in deltas)
         assert len(completion.logprobs) == len(completion.token_ids)
-        assert completion.metrics.decode_steps == 1 + math.ceil((len(plain.token_ids) - 1) / 6)
+        metrics = completion.metrics
+        assert metrics.decode_steps == 1 + math.ceil((len(plain.token_ids) - 1) / 6)
+        # Drafts behind the stop were right as well, and are not counted: nobody got them.
+        assert metrics.accepted == len(plain.token_ids) - metrics.decode_steps
+        assert metrics.accepted == sum(metrics.accepted_at)
+        wasted += metrics.drafted - metrics.accepted
+        emitted = metrics.tokens_per_step * metrics.decode_steps
+        assert emitted == pytest.approx(len(plain.token_ids))
+    assert wasted > 0
 
 
 @pytest.fixture(scope="module")
