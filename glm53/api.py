@@ -80,6 +80,7 @@ class GLM53(nn.Module):
         max_running: int = 64,
         prefix_caching: bool = True,
         batch_invariant: bool = False,
+        prefix_host_bytes: int | None = None,
     ) -> None:
         """Wraps a network; `from_pretrained` is the usual way in, and documents the arguments."""
         super().__init__()
@@ -104,6 +105,7 @@ class GLM53(nn.Module):
         self._max_running = min(_at_least_1("max_running", max_running), max_batch_tokens)
         self._prefix_caching = prefix_caching
         self._batch_invariant = batch_invariant
+        self._prefix_host_bytes = _host_bytes(prefix_host_bytes, prefix_caching)
         self._engine: Engine | None = None
         self._source: Path | None = None
 
@@ -122,6 +124,7 @@ class GLM53(nn.Module):
         max_running: int = 64,
         prefix_caching: bool = True,
         batch_invariant: bool = False,
+        prefix_host_bytes: int | None = None,
         progress: bool = True,
     ) -> "GLM53":
         """Load a Hugging Face checkpoint folder (never touching the network), or a hub id.
@@ -137,9 +140,11 @@ class GLM53(nn.Module):
         many times as long. kv_cache_bytes then counts latents (in host memory) and index keys (on
         the device), and the hot rows come on top. Not for compiled models.
         max_batch_tokens: rows of one step; max_running: completions that run at once.
-        prefix_caching: share whole pages between prompts that begin alike. batch_invariant: logits
-        of `generate` and `score` are the same bits whatever else is computed and however it is
-        chunked, for one device, dtype and number of threads. progress: show a bar.
+        prefix_caching: share whole pages between prompts that begin alike; prefix_host_bytes: host
+        memory (pinned beside a GPU) for shared pages that were evicted from the cache, default
+        none. batch_invariant: logits of `generate` and `score` are the same bits whatever else is
+        computed and however it is chunked, for one device, dtype and number of threads. progress:
+        show a bar.
 
         Raises ValueError for a configuration or checkpoint that this library cannot compute
         faithfully, naming what is wrong, and MemoryError with the numbers if model and cache do
@@ -163,16 +168,18 @@ class GLM53(nn.Module):
         device_bytes, host_bytes = cache_bytes(
             config, cache_dtype, tokens or PAGE_SIZE, hot_tokens=kv_cache_hot_tokens, mtp=mtp
         )
+        prefix_bytes = _host_bytes(prefix_host_bytes, prefix_caching)
+        extra_bytes = {"cache": device_bytes}
         if device.type == "cpu":
-            device_bytes += host_bytes
+            extra_bytes |= {"cache": device_bytes + host_bytes, "prefix_host_bytes": prefix_bytes}
         else:
-            check_fits({"cache": host_bytes}, "cpu")
+            check_fits({"cache": host_bytes, "prefix_host_bytes": prefix_bytes}, "cpu")
         network = load_transformer(
             folder,
             config,
             device=device,
             dtype=torch_dtype,
-            extra_bytes={"cache": device_bytes},
+            extra_bytes=extra_bytes,
             progress=progress,
         )
         model = cls(
@@ -187,6 +194,7 @@ class GLM53(nn.Module):
             max_running=max_running,
             prefix_caching=prefix_caching,
             batch_invariant=batch_invariant,
+            prefix_host_bytes=prefix_host_bytes,
         )
         model._source = folder
         return model.eval()
@@ -252,6 +260,7 @@ class GLM53(nn.Module):
                 max_running=self._max_running,
                 prefix_caching=self._prefix_caching,
                 batch_invariant=self._batch_invariant,
+                prefix_host_bytes=self._prefix_host_bytes,
             )
         return self._engine
 
@@ -573,6 +582,15 @@ def _at_least_1(name: str, value: int) -> int:
     if number < 1:
         raise ValueError(f"{name}={value!r}: must be an integer, at least 1")
     return number
+
+
+def _host_bytes(num_bytes: int | None, prefix_caching: bool) -> int:
+    if not num_bytes:
+        return 0
+    _at_least_1("prefix_host_bytes", num_bytes)
+    if not prefix_caching:
+        raise ValueError(f"prefix_host_bytes={num_bytes}: has no use with prefix_caching=False")
+    return num_bytes
 
 
 def _cache_dtype(name: torch.dtype | str | None) -> torch.dtype | None:

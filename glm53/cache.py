@@ -12,7 +12,7 @@ index keys, which every step scans in full, on the device, and so is a hot set o
 rows per layer, see `glm53.residency`. Without, everything is on the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,9 @@ class KVCache:
         check_hot_tokens(hot_tokens, config)
         self.num_pages = num_pages
         self.dtype = dtype
+        self.config = config
+        self.mtp = mtp
+        self._device = device
         slots = num_pages * PAGE_SIZE
         width = config.kv_lora_rank + config.qk_rope_head_dim
         on_host = {"pin_memory": torch.device(device).type == "cuda"}
@@ -140,6 +143,7 @@ class KVCache:
             hot = HotRows(empty(hot_tokens, width, on_device), self._residencies[-1])
             hot.residency.num_layers += 1
             self.layers.append(LayerCache(empty(slots, width, on_host), index_keys, hot))
+        self._check_index_groups()
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +161,50 @@ class KVCache:
             sum(group.misses for group in groups),
             sum(group.fetched_bytes for group in groups),
         )
+
+    def page_bytes(self, *, mtp: bool) -> int:
+        """Bytes of one page over all layers; mtp: with the MTP layer's."""
+        return PAGE_SIZE * bytes_per_token(self.config, self.dtype, mtp=mtp)
+
+    def read_page(self, page: int, data: Tensor, *, mtp: bool) -> None:
+        """Copy a page to `data` [page_bytes] uint8: layer by layer its latents, then its index keys
+        if it has them; mtp: the MTP layer's too.
+
+        From a GPU to pinned memory the copy is only queued, in the order of the current stream.
+        """
+        queued = data.is_pinned()
+        for rows, part in self._page_parts(page, data, mtp):
+            part.copy_(rows, non_blocking=queued)
+
+    def write_page(self, page: int, data: Tensor, *, mtp: bool) -> None:
+        """The reverse of `read_page`."""
+        first = page * PAGE_SIZE
+        slots = torch.arange(first, first + PAGE_SIZE, device=self._device)
+        for residency in self._residencies:  # hot copies of what the page held before
+            residency.invalidate(slots)
+        queued = data.is_pinned()
+        for rows, part in self._page_parts(page, data, mtp):
+            rows.copy_(part, non_blocking=queued)
+
+    def _page_parts(self, page: int, data: Tensor, mtp: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        assert mtp <= self.mtp and data.shape == (self.page_bytes(mtp=mtp),)
+        slots = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+        offset = 0
+        for layer in self.layers[: len(self.layers) - (self.mtp and not mtp)]:
+            for tensor in layer[:2]:
+                if tensor is not None:
+                    rows = tensor[slots]
+                    part = data[offset : offset + rows.nbytes]
+                    yield rows, part.view(self.dtype).view(rows.shape)
+                    offset += rows.nbytes
+
+    def _check_index_groups(self) -> None:
+        """What a full layer selects are rows of every layer of its group, by number."""
+        for layer in self.layers:
+            latent, keys = self.layers[0].latent, layer.index_keys
+            assert layer.latent.shape == latent.shape, "one page table for all layers"
+            assert layer.latent.stride() == latent.stride() and layer.latent.dtype == latent.dtype
+            assert keys is None or keys.shape[0] == latent.shape[0], "latent and key share a slot"
 
 
 class PagePool:

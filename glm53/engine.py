@@ -18,6 +18,7 @@ from torch import Tensor
 from glm53 import tiles
 from glm53.batch import Batch, Trace, block_table
 from glm53.cache import PAGE_SIZE, KVCache, PagePool
+from glm53.host_pages import HostPages
 from glm53.model import Transformer
 from glm53.request import Completion, Delta, Request
 from glm53.sampling import (
@@ -47,6 +48,10 @@ class EngineStats:
     drafted, accepted: speculative tokens; prompt_tokens, cached_tokens: of admitted requests, and
     those of them found in the prefix tree; evictions: pages that the tree gave back.
 
+    Of the host tier of prefixes: host_cached_tokens, those of cached_tokens found there;
+    pages_to_host, pages_from_host, bytes_to_host, bytes_from_host: moved, also for requests that
+    were preempted; host_evictions: pages that it forgot to make room.
+
     Of a host-backed cache, hot_hits, hot_misses: latent rows that selections found in the hot set,
     and that had to be fetched into it. A row counts once for every index group and tile: the rows
     of a forward, or a run of them whose selections fit the hot set together. fetched_bytes: what
@@ -64,6 +69,12 @@ class EngineStats:
     hot_hits: int = 0
     hot_misses: int = 0
     fetched_bytes: int = 0
+    host_cached_tokens: int = 0
+    pages_to_host: int = 0
+    pages_from_host: int = 0
+    bytes_to_host: int = 0
+    bytes_from_host: int = 0
+    host_evictions: int = 0
 
 
 class Engine:
@@ -89,23 +100,27 @@ class Engine:
         max_batch_tokens: int,
         max_running: int,
         prefix_caching: bool = True,
+        prefix_host_bytes: int = 0,
         batch_invariant: bool = False,
     ) -> None:
         """eos_ids: end a completion unless ignore_eos. generation_config: defaults of sampling
         parameters. max_batch_tokens: rows of a step; max_running: requests that run at once.
-        prefix_caching: share full pages between requests that begin alike. batch_invariant: logits
-        of a request are the same bits in any batch and chunking, see `glm53.tiles`."""
+        prefix_caching: share full pages between requests that begin alike; prefix_host_bytes: host
+        memory for those that the cache has no room for. batch_invariant: logits of a request are
+        the same bits in any batch and chunking, see `glm53.tiles`."""
         self._network = network
         self._tokenizer = tokenizer
         self._cache = cache
         self._eos_ids = eos_ids
         self._generation_config = generation_config
         self.pool = PagePool(cache.num_pages)
+        self._host = HostPages(cache, prefix_host_bytes) if prefix_host_bytes else None
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
             prefix_caching=prefix_caching,
+            host=self._host,
         )
         self._batch_invariant = batch_invariant
         self._weights = self._weight_versions()
@@ -269,7 +284,10 @@ class Engine:
                 raise RuntimeError(
                     "a step within a call of the engine, by an on_delta callback or a module hook"
                 )
-            news = self._step()
+            try:
+                news = self._step()
+            finally:
+                self._count_pages()
             self._post(news)
             self._deliver()
             return news
@@ -291,8 +309,6 @@ class Engine:
         if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_running:
             self._drop_stale_prefixes()
         chunks = self.scheduler.schedule()
-        for name in ("preemptions", "prompt_tokens", "cached_tokens", "evictions"):
-            setattr(self.stats, name, getattr(self.scheduler, f"num_{name}"))
         if not chunks:
             return []
         batch = Batch.paged(
@@ -391,6 +407,13 @@ class Engine:
         """
         with self._exclusive():
             self.scheduler.drop_prefixes()
+
+    def _count_pages(self) -> None:
+        for name, value in self.scheduler.counters().items():
+            setattr(self.stats, name, value)
+        if self._host is not None:
+            self.stats.bytes_to_host = self._host.bytes_saved
+            self.stats.bytes_from_host = self._host.bytes_loaded
 
     def _drop_stale_prefixes(self) -> None:
         """Keys computed with other weights are no prefix of anything."""

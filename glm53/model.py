@@ -233,6 +233,7 @@ class Attention(nn.Module):
                     "given none: pass the Selection that the preceding full layer returned"
                 )
             selection = self._select(x_TD, q_latent_TQ, table, batch, cache, record, replay)
+        assert selection.physical.shape == (x_TD.shape[0], config.index_topk), "of another group"
         q_THX = torch.cat((q_latent_THC, q_pe_THR), dim=-1)
         value_dim, scale = config.kv_lora_rank, config.softmax_scale
         if cache is None or cache.hot is None:

@@ -8,107 +8,272 @@ both or is none.
 The MTP layer's row at position p also depends on token p + 1. Pages that carry it are therefore
 keyed by one token more than they hold, and kept apart (`kind`) from pages computed without it.
 
-The tree knows page numbers only. Who holds references to pages, and when the tree has to give some
-back, is the scheduler's business.
+A node is in one of two tiers: its page is on the device, or, once evicted from there, in a slot of
+the host tier, if there is one. Nodes on the device are the upper part of the tree: every path runs
+through device nodes, then through host nodes. Nodes in use are an upper part as well, because a
+request uses whole paths, so whatever lies below an idle node is idle.
+
+The tree knows page and slot numbers only. Who holds references to pages, and when the tree has to
+give some back, is the scheduler's business; the host tier moves the contents.
 """
 
-from collections import OrderedDict
+import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+
+class HostTier(Protocol):
+    """Room for `capacity` pages outside the device, numbered by slots.
+
+    kind: does the page carry the MTP layer. Contents must have been copied, as far as later use
+    of page and slot can tell, when a call returns.
+    """
+
+    @property
+    def capacity(self) -> int: ...
+
+    def save(self, page: int, slot: int, kind: bool) -> None: ...
+
+    def load(self, slot: int, page: int, kind: bool) -> None: ...
 
 
 class Node:
-    """One shared page. Compared by identity."""
+    """One shared page, on the device (`page`) or on the host (`slot`). Compared by identity."""
 
-    __slots__ = ("children", "depth", "key", "page", "parent")
+    __slots__ = (
+        "children",
+        "depth",
+        "device_children",
+        "key",
+        "kind",
+        "last_used",
+        "page",
+        "parent",
+        "slot",
+        "users",
+    )
 
-    def __init__(self, parent: "Node | None", key: tuple[int, ...], page: int) -> None:
+    def __init__(self, parent: "Node | None", key: tuple[int, ...], kind: bool) -> None:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to this one
         self.key = key
-        self.page = page
+        self.kind = kind
+        self.page: int | None = None
+        self.slot: int | None = None
         self.children: dict[tuple[int, ...], Node] = {}
+        self.device_children = 0
+        self.users = 0
+        self.last_used = 0  # of the node, or of what was evicted below it
+
+
+class _EvictionQueue:
+    """Nodes that may be evicted from a tier, least recently used first.
+
+    What happens to a node after it was queued is found out when its turn comes, so that using it
+    costs nothing here.
+    """
+
+    def __init__(self, evictable: Callable[[Node], bool]) -> None:
+        self._evictable = evictable
+        self._heap: list[tuple[int, int, Node]] = []
+        self._queued: set[Node] = set()
+        self._ties = itertools.count()
+
+    def offer(self, node: Node) -> None:
+        if node not in self._queued and self._evictable(node):
+            self._queued.add(node)
+            heapq.heappush(self._heap, (node.last_used, next(self._ties), node))
+
+    def pop(self) -> Node | None:
+        while self._heap:
+            queued_at, _, node = heapq.heappop(self._heap)
+            self._queued.remove(node)
+            if node.last_used == queued_at and self._evictable(node):
+                return node
+            self.offer(node)
+        return None
+
+
+def _evictable_from_device(node: Node) -> bool:
+    return node.page is not None and not node.device_children and not node.users
+
+
+def _evictable_from_host(node: Node) -> bool:
+    return node.slot is not None and not node.children and not node.users
 
 
 class PrefixTree:
     """Pages by the tokens that lead to them, least recently used first to go."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, host: HostTier | None = None) -> None:
         self.page_size = page_size
-        self._roots: dict[bool, Node] = {kind: Node(None, (), -1) for kind in (False, True)}
-        # Oldest first. Using a path moves its deepest node first, so that a node is always older
-        # than its parent and the oldest evictable node is a leaf.
-        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        self._host = host
+        self._clock = itertools.count(1)
+        self.num_to_host = self.num_from_host = self.num_host_evictions = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._roots = {kind: Node(None, (), kind) for kind in (False, True)}
+        self._num_pages = self._num_idle = 0
+        capacity = 0 if self._host is None else self._host.capacity
+        self._free_slots = list(range(capacity - 1, -1, -1))
+        self._device_queue = _EvictionQueue(_evictable_from_device)
+        self._host_queue = _EvictionQueue(_evictable_from_host)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        """Pages held on the device."""
+        return self._num_pages
+
+    @property
+    def num_idle(self) -> int:
+        """Pages on the device that no request uses: so many can be evicted."""
+        return self._num_idle
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, of both tiers and kinds."""
+        pending = list(self._roots.values())
+        while pending:
+            children = pending.pop().children.values()
+            pending += children
+            yield from children
 
     def pages(self) -> Iterator[int]:
-        """Every page that the tree holds."""
-        return (node.page for node in self._nodes)
+        """Every page that the tree holds on the device."""
+        return (node.page for node in self.nodes() if node.page is not None)
 
     def root(self, kind: bool) -> Node:
         """Where paths of a kind begin. kind: do the pages carry the MTP layer."""
         return self._roots[kind]
 
-    def match(self, tokens: Sequence[int], kind: bool) -> list[Node]:
-        """The longest path of whole pages before the last token, which is always computed."""
+    def match(self, tokens: Sequence[int], kind: bool, num_pages: int) -> list[Node]:
+        """The longest path of at most `num_pages` pages, which `tokens` must spell in full."""
         path: list[Node] = []
         node = self._roots[kind]
-        for i in range((len(tokens) - 1) // self.page_size):
-            child = node.children.get(self._key(tokens, i, kind))
+        for _ in range(num_pages):
+            child = node.children.get(self._key(node, tokens))
             if child is None:
                 break
             path.append(child)
             node = child
-        for node in reversed(path):
-            self._nodes.move_to_end(node)
         return path
 
-    def extend(self, node: Node, tokens: Sequence[int], page: int, kind: bool) -> tuple[Node, bool]:
-        """The node of the page after `node`'s, and whether it is new and holds `page`.
+    def acquire(self, nodes: Sequence[Node]) -> None:
+        """Use nodes that follow each other, below others in use: none of them is evicted now."""
+        for node in nodes:
+            assert node.parent is not None and (node.parent.users or node.parent.parent is None)
+            self._num_idle -= node.page is not None and not node.users
+            node.users += 1
 
-        tokens: of the request, up to the page's last position at least (with kind: one more).
+    def release(self, path: Sequence[Node]) -> None:
+        """Stop using a path, from its first node on."""
+        if path:
+            # Nothing above is evicted before it.
+            path[-1].last_used = next(self._clock)
+        for node in path:
+            assert node.users > 0
+            node.users -= 1
+            self._num_idle += node.page is not None and not node.users
+            self._offer(node)
+
+    def extend(self, node: Node, tokens: Sequence[int], page: int) -> tuple[Node, bool]:
+        """The node of the page after `node`'s, and whether it holds `page` from now on.
+
+        node: the root, or on the device. tokens: of the request, up to the page's last position at
+        least (with the MTP layer: one more).
         """
-        key = self._key(tokens, node.depth, kind)
+        assert node.page is not None or node.parent is None
+        key = self._key(node, tokens)
         child = node.children.get(key)
-        if child is not None:
+        if child is None:
+            child = node.children[key] = Node(node, key, node.kind)
+        elif child.page is not None:
             return child, False
-        child = node.children[key] = Node(node, key, page)
-        self._nodes[child] = None
-        self._touch_parents(child)
+        self._enter_device(child, page)
+        child.last_used = next(self._clock)
+        self._offer(child)
         return child, True
 
-    def evict(self, count: int, idle: Callable[[int], bool]) -> list[int]:
-        """Forget up to `count` pages that nobody else uses (`idle`), and return them."""
-        evicted: list[int] = []
-        while len(evicted) < count:
-            victim = next((n for n in self._nodes if not n.children and idle(n.page)), None)
-            if victim is None:
-                break
-            self._forget(victim)
-            evicted.append(victim.page)
-        return evicted
+    def restore(self, node: Node, page: int) -> None:
+        """Bring a node in use, whose parent is on the device, back from the host into `page`."""
+        assert self._host is not None and node.slot is not None and node.users
+        self._host.load(node.slot, page, node.kind)
+        self.num_from_host += 1
+        self._enter_device(node, page)
+
+    def evict(self) -> int:
+        """Move the least recently used idle page to the host tier, or forget it; its number.
+
+        There must be one, see `num_idle`.
+        """
+        node = self._device_queue.pop()
+        assert node is not None and node.page is not None and node.parent is not None
+        page, slot = node.page, self._take_slot()
+        if slot is not None:
+            assert self._host is not None
+            try:
+                self._host.save(page, slot, node.kind)
+            except BaseException:
+                self._free_slots.append(slot)
+                self._offer(node)
+                raise
+            self.num_to_host += 1
+        node.page, node.slot = None, slot
+        self._num_pages -= 1
+        self._num_idle -= 1
+        node.parent.device_children -= 1
+        self._offer_after(node)
+        if slot is None:
+            self._forget(node)
+        self._offer(node)
+        return page
 
     def clear(self) -> list[int]:
-        """Forget everything; the pages that were held."""
+        """Forget everything, in both tiers; the pages that were held."""
         pages = list(self.pages())
-        self._nodes.clear()
-        self._roots = {kind: Node(None, (), -1) for kind in self._roots}
+        self._reset()
         return pages
 
-    def _key(self, tokens: Sequence[int], depth: int, kind: bool) -> tuple[int, ...]:
-        start = depth * self.page_size
-        key = tuple(tokens[start : start + self.page_size + kind])
-        assert len(key) == self.page_size + kind
+    def _key(self, node: Node, tokens: Sequence[int]) -> tuple[int, ...]:
+        start = node.depth * self.page_size
+        key = tuple(tokens[start : start + self.page_size + node.kind])
+        assert len(key) == self.page_size + node.kind
         return key
 
-    def _touch_parents(self, node: Node) -> None:
-        above = node.parent
-        while above is not None and above.parent is not None:
-            self._nodes.move_to_end(above)
-            above = above.parent
+    def _enter_device(self, node: Node, page: int) -> None:
+        assert node.parent is not None and node.page is None
+        if node.slot is not None:
+            self._free_slots.append(node.slot)
+        node.page, node.slot = page, None
+        node.parent.device_children += 1
+        self._num_pages += 1
+        self._num_idle += not node.users
+
+    def _take_slot(self) -> int | None:
+        """A free slot, if need be that of the least recently used leaf."""
+        if not self._free_slots:
+            leaf = self._host_queue.pop()
+            if leaf is None:
+                return None
+            assert leaf.slot is not None
+            self._free_slots.append(leaf.slot)
+            leaf.slot = None
+            self._forget(leaf)
+            self.num_host_evictions += 1
+        return self._free_slots.pop()
 
     def _forget(self, node: Node) -> None:
-        assert node.parent is not None
+        assert node.parent is not None and not node.children
         del node.parent.children[node.key]
-        del self._nodes[node]
+        self._offer_after(node)
+
+    def _offer(self, node: Node) -> None:
+        self._device_queue.offer(node)
+        self._host_queue.offer(node)
+
+    def _offer_after(self, node: Node) -> None:
+        """The node has left its tier: its parent may be the next."""
+        parent = node.parent
+        assert parent is not None
+        parent.last_used = max(parent.last_used, node.last_used)
+        self._offer(parent)

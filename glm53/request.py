@@ -24,7 +24,7 @@ class Metrics:
     and its tokens recomputed; drafted: speculative tokens that steps verified; accepted: those of
     them after which the step emitted one more token (of drafts behind the end of a completion, and
     of one that is its end, this is not so): decode_steps + accepted tokens were emitted.
-    cached_tokens: prompt tokens whose keys were shared with earlier requests.
+    cached_tokens: prompt tokens whose keys were shared with earlier requests, from either tier.
 
     decode_steps: steps that sampled for this completion; token_latency, step_latency: mean seconds
     between tokens and between such steps, which differ under speculation; accepted_at: how many

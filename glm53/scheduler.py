@@ -11,11 +11,11 @@ enters its own as they fill. Pages that only the tree holds count as free.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from glm53.cache import PAGE_SIZE, PagePool
-from glm53.prefix import Node, PrefixTree
+from glm53.prefix import HostTier, Node, PrefixTree
 from glm53.request import Request
 
 
@@ -48,9 +48,11 @@ class Scheduler:
         max_batch_tokens: int,
         max_running: int,
         prefix_caching: bool = True,
+        host: HostTier | None = None,
     ) -> None:
         """max_batch_tokens: rows of a step at most; max_running: requests that hold pages;
-        prefix_caching: keep full pages of finished requests for later ones."""
+        prefix_caching: keep full pages of finished requests for later ones; host: where they go
+        when the pool has no room."""
         if max_running < 1:
             raise ValueError(f"max_running={max_running}: must be at least 1")
         if max_batch_tokens < max_running:
@@ -63,13 +65,27 @@ class Scheduler:
         self.max_running = max_running
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
-        self.prefix = PrefixTree(PAGE_SIZE) if prefix_caching else None
+        self.prefix = PrefixTree(PAGE_SIZE, host) if prefix_caching else None
         self.num_preemptions = self.num_evictions = 0
-        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_host_cached_tokens = 0
 
     def __iter__(self) -> Iterator[Request]:
         # Copies: a hook may add requests while somebody looks for one.
         yield from [*self.running, *self.waiting]
+
+    def counters(self) -> dict[str, int]:
+        """What is counted here and in the prefix tree, by the names of EngineStats."""
+        prefix = self.prefix
+        return {
+            "preemptions": self.num_preemptions,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "host_cached_tokens": self.num_host_cached_tokens,
+            "evictions": self.num_evictions,
+            "pages_to_host": 0 if prefix is None else prefix.num_to_host,
+            "pages_from_host": 0 if prefix is None else prefix.num_from_host,
+            "host_evictions": 0 if prefix is None else prefix.num_host_evictions,
+        }
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -128,16 +144,12 @@ class Scheduler:
         """Enter the request's full pages into the prefix tree, for requests to come."""
         if self.prefix is None or request.prefix_path is None:
             return
-        kind, path = request.speculates, request.prefix_path
         # The row of the MTP layer at a page's end needs the token after it.
-        known = min(request.num_computed, len(request.tokens) - kind)
-        while len(path) < min(known // PAGE_SIZE, len(request.pages)):
-            node = path[-1] if path else self.prefix.root(kind)
-            page = request.pages[len(path)]
-            node, is_new = self.prefix.extend(node, request.tokens, page, kind)
-            if is_new:
-                self.pool.share([page])
-            path.append(node)
+        known = min(request.num_computed, len(request.tokens) - request.speculates)
+        num_pages = min(known // PAGE_SIZE, len(request.pages))
+        self._enter(
+            request.prefix_path, request.pages, request.tokens, request.speculates, num_pages
+        )
 
     def drop_prefixes(self) -> None:
         """Forget every shared page; running requests keep theirs, and share nothing any more."""
@@ -147,12 +159,12 @@ class Scheduler:
                 request.prefix_path = None
 
     def reserve(self, request: Request, num_tokens: int) -> int:
-        """Pages for so many tokens of a running request, as far as free pages go.
+        """Pages for so many tokens of a running request, as far as free and cached pages go.
 
         Returns how many tokens its pages hold now. Nothing is preempted: this is for drafts.
         """
-        missing = pages_for(num_tokens) - len(request.pages)
-        request.pages += self.pool.allocate(max(0, min(missing, self.pool.num_free))) or []
+        missing = max(0, pages_for(num_tokens) - len(request.pages))
+        request.pages += self._allocate(min(missing, self._num_available)) or []
         return len(request.pages) * PAGE_SIZE
 
     def _waits_for_sibling(self, request: Request) -> bool:
@@ -171,32 +183,87 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         path: list[Node] = []
         if self.prefix is not None and not request.computes_every_row:
-            path = self.prefix.match(request.tokens, request.speculates)
-        shared = [node.page for node in path]
-        self.pool.share(shared)  # first of all: nothing may evict them now
-        own = self._allocate(pages_for(len(request.tokens)) - len(shared))
-        if own is None:
-            self.pool.release(shared)
+            # The last token is always computed: its logits are wanted.
+            num_pages = (len(request.tokens) - 1) // PAGE_SIZE
+            path = self.prefix.match(request.tokens, request.speculates, num_pages)
+        on_host = sum(node.page is None for node in path)
+        pages = self._take(path, pages_for(len(request.tokens)))
+        if pages is None:
             return False
-        request.pages = shared + own
+        request.pages = pages
         # Keys of rows with replayed decisions are not what another request would compute.
         request.prefix_path = path if request.replay is None else None
-        request.num_computed = len(shared) * PAGE_SIZE
+        request.num_computed = len(path) * PAGE_SIZE
         if not request.preemptions:
             request.num_cached = request.num_computed
             self.num_prompt_tokens += request.prompt_length
             self.num_cached_tokens += request.num_cached
+            self.num_host_cached_tokens += on_host * PAGE_SIZE
         self.waiting.remove(request)
         self.running.append(request)
         return True
 
+    def _take(self, path: list[Node], num_pages: int) -> list[int] | None:
+        """Pages, the first of them those of a path of the tree, which is in use from then on.
+
+        None, and no change, if there are not so many.
+        """
+        if self.prefix is None:
+            return self._allocate(num_pages)
+        self.prefix.acquire(path)  # first of all: nothing may evict it now
+        pages = [node.page for node in path if node.page is not None]
+        self.pool.share(pages)
+        complete = False
+        try:
+            own = self._allocate(num_pages - len(pages))
+            if own is not None:
+                on_host = path[len(pages) :]
+                pages += own
+                for node, page in zip(on_host, own, strict=False):
+                    self.prefix.restore(node, page)
+                    self.pool.share([page])
+                complete = True
+        finally:
+            if not complete:
+                self.pool.release(pages)
+                self.prefix.release(path)
+        return pages if complete else None
+
+    def _enter(
+        self, path: list[Node], pages: list[int], tokens: Sequence[int], kind: bool, num_pages: int
+    ) -> None:
+        """Lengthen a path in use to `num_pages`: the first of `pages`, which hold `tokens`.
+
+        A page that the tree has got from another request meanwhile takes the place of one's own:
+        a node in use is a page in use.
+        """
+        assert self.prefix is not None
+        for i in range(len(path), num_pages):
+            node, is_new = self.prefix.extend(
+                path[-1] if path else self.prefix.root(kind), tokens, pages[i]
+            )
+            assert node.page is not None
+            self.pool.share([node.page])
+            if not is_new:
+                self.pool.release([pages[i]])
+                pages[i] = node.page
+            self.prefix.acquire([node])
+            path.append(node)
+
+    @property
+    def _num_available(self) -> int:
+        """Pages that nobody holds but the prefix tree."""
+        return self.pool.num_free + (0 if self.prefix is None else self.prefix.num_idle)
+
     def _allocate(self, count: int) -> list[int] | None:
-        """Free pages, or those that only the prefix tree holds."""
-        missing = count - self.pool.num_free
-        if missing > 0 and self.prefix is not None:
-            evicted = self.prefix.evict(missing, lambda page: self.pool.references(page) == 1)
-            self.pool.release(evicted)
-            self.num_evictions += len(evicted)
+        """Free pages, or those that only the prefix tree holds; None, and no change, if there are
+        not so many."""
+        if count > self._num_available:
+            return None
+        while self.pool.num_free < count:
+            assert self.prefix is not None
+            self.pool.release([self.prefix.evict()])
+            self.num_evictions += 1
         return self.pool.allocate(count)
 
     def _grow(self, request: Request) -> None:
@@ -232,5 +299,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.pages)
+        if self.prefix is not None and request.prefix_path:
+            self.prefix.release(request.prefix_path)
         request.pages = []
         request.prefix_path = []

@@ -1,13 +1,10 @@
-"""Prefix caching: the tree, and that a hit changes nothing but the work."""
+"""Prefix caching: a hit changes nothing but the work."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from glm53 import SamplingParams
 from glm53.cache import PAGE_SIZE
-from glm53.prefix import PrefixTree
 from tests.engines import assert_idle, audit, greedy, prompts_of, tiny_model, with_engine
 
 NEW = 10
@@ -21,58 +18,6 @@ def model():
 
 def _ids(completion):
     return list(completion.token_ids)
-
-
-# The tree against a list of (token prefix -> page).
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_tree_against_a_list_of_prefixes(data):
-    """Pages of 2 tokens over 3 ids, so that paths share, split and repeat."""
-    tree, known, next_page = PrefixTree(2), {}, 0
-    for _ in range(data.draw(st.integers(1, 25))):
-        tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
-        kind = data.draw(st.booleans())
-        path = tree.match(tokens, kind)
-        expected = []
-        for end in range(2, len(tokens), 2):  # never the page of the last token
-            prefix = (kind, *tokens[: end + kind])
-            if end + kind > len(tokens) or prefix not in known:
-                break
-            expected.append(known[prefix])
-        assert [node.page for node in path] == expected
-        node = path[-1] if path else tree.root(kind)
-        for i in range(len(path), (len(tokens) - kind) // 2):
-            node, is_new = tree.extend(node, tokens, next_page, kind)
-            prefix = (kind, *tokens[: 2 * i + 2 + kind])
-            assert is_new == (prefix not in known)
-            if is_new:
-                known[prefix] = next_page
-                next_page += 1
-            assert node.page == known[prefix]
-        assert sorted(tree.pages()) == sorted(known.values())
-        if data.draw(st.booleans()):
-            busy = set(data.draw(st.lists(st.sampled_from(range(next_page + 1)))))
-            count = data.draw(st.integers(0, 4))
-            evicted = tree.evict(count, lambda page, busy=busy: page not in busy)
-            assert len(evicted) <= count and not busy & set(evicted)
-            known = {k: page for k, page in known.items() if page not in evicted}
-            for kept in known:  # nobody lost a parent
-                shorter = kept[:-2] if len(kept) > 3 + kept[0] else None
-                assert shorter is None or shorter in known
-
-
-def test_the_least_recently_used_leaf_goes_first():
-    tree = PrefixTree(1)
-    a, _ = tree.extend(tree.root(False), [1], 10, False)
-    b, _ = tree.extend(a, [1, 2], 11, False)
-    tree.extend(b, [1, 2, 3], 12, False)
-    tree.extend(a, [1, 4], 13, False)
-    assert [node.page for node in tree.match([1, 2, 3, 9], False)] == [10, 11, 12]
-    assert tree.evict(1, lambda page: True) == [13]
-    assert tree.evict(9, lambda page: page != 11) == [12]
-    assert tree.evict(9, lambda page: True) == [11, 10]
 
 
 # The engine.
