@@ -7,7 +7,7 @@ import tempfile
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -473,6 +473,17 @@ class GLM53(nn.Module):
             engine.cancel(*request_ids)
         scores = [_scores(result[0], *where) for result, where in zip(results, places, strict=True)]
         return scores[0] if single else scores
+
+    def export_prefix(self, prompt: Prompt, file: BinaryIO, *, mtp: bool | None = None) -> int:
+        """Write a prompt's cache pages, for a model in another process; see Engine."""
+        prompt_list, single = _prompt_list(prompt, None)
+        if not single:
+            raise ValueError("export_prefix takes one prompt")
+        return self.engine().export_prefix(prompt_list[0], file, mtp=mtp)
+
+    def import_prefix(self, file: BinaryIO) -> int:
+        """Read what `export_prefix` wrote; prompts that begin so are not computed again."""
+        return self.engine().import_prefix(file)
 
     def _apply(self, fn, recurse=True):
         self._engine = None  # its cache is on the old device, in the old dtype

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from glm53.sampling import (
 from glm53.scheduler import Chunk, Scheduler
 from glm53.speculative import num_accepted, propose
 from glm53.tokenizer import Tokenizer
+from glm53.transfer import export_pages, import_pages, weight_fingerprint
 
 # Prompt rows times vocabulary would be gigabytes at once.
 _LOGIT_ROWS = 128
@@ -125,6 +127,7 @@ class Engine:
         self._batch_invariant = batch_invariant
         self._weights = self._weight_versions()
         self._compiler: ConstraintCompiler | None = None  # made with the first grammar
+        self._fingerprint: str | None = None  # of these weights, once it was needed
         self.stats = EngineStats()
         self._next_id = itertools.count()
         self._lock = threading.RLock()
@@ -277,6 +280,68 @@ class Engine:
                 finished.setdefault(delta.request_id, []).append(delta.completion)
         return finished
 
+    def export_prefix(
+        self, prompt: str | Sequence[int], file: BinaryIO, *, mtp: bool | None = None
+    ) -> int:
+        """Write the cache pages that a prompt fills, for `import_prefix` of an engine elsewhere
+        with the same weights; computes what is missing. Returns how many tokens they hold.
+
+        file: binary and blocking, a pipe will do. mtp: pages for requests that speculate, which
+        others cannot use, nor the other way round; default: if the checkpoint has an MTP layer.
+
+        ValueError: no prefix caching, no MTP layer, or a prompt that `add` refuses.
+        """
+        has_mtp = self._network.mtp_layer_idx is not None
+        mtp = has_mtp if mtp is None else mtp
+        if mtp and not has_mtp:
+            raise ValueError("mtp=True: this checkpoint has no MTP layer")
+        self._check_prefix_caching()
+        tokens, ended = self._prompt_ids(prompt), deque[Delta]()
+        # Nothing is generated; one draft is what makes the MTP layer run.
+        params = SamplingParams(n=1, stop=(), bad_words=(), speculative_tokens=int(mtp))
+        request_id = self.add(tokens, params, prompt_only=True, on_delta=ended.append)
+        try:
+            while not ended:
+                self.advance()
+        finally:
+            self.cancel(request_id)
+        with self._exclusive(), torch.inference_mode():
+            weights = self._weights_id()
+            return export_pages(file, self.scheduler, self._cache, weights, tokens, mtp=mtp)
+
+    @torch.inference_mode()
+    def import_prefix(self, file: BinaryIO) -> int:
+        """Read one prefix that `export_prefix` wrote, as if a request had just computed it.
+
+        Returns how many tokens it holds. The pages enter together, when all have been checked; old
+        ones are evicted as for a request. file: binary and blocking, read up to the prefix's end.
+
+        ValueError, naming what is wrong: no prefix caching; a damaged stream, or one from other
+        weights, another layout or dtype, or with more pages than the cache. MemoryError: running
+        requests leave no room.
+        """
+        self._check_prefix_caching()
+        with self._exclusive():
+            if self._depth > 1:
+                raise RuntimeError("import_prefix within a call of the engine")
+            self._drop_stale_prefixes()
+            vocab_size = self._network.config.vocab_size
+            try:
+                return import_pages(
+                    file, self.scheduler, self._cache, self._weights_id(), vocab_size=vocab_size
+                )
+            finally:
+                self._count_pages()
+
+    def _check_prefix_caching(self) -> None:
+        if self.scheduler.prefix is None:
+            raise ValueError("prefix_caching=False: there is nothing to export from or import to")
+
+    def _weights_id(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = weight_fingerprint(self._network)
+        return self._fingerprint
+
     @torch.inference_mode()
     def _advance(self) -> list[tuple[Request, Delta]]:
         with self._exclusive():
@@ -419,7 +484,7 @@ class Engine:
         """Keys computed with other weights are no prefix of anything."""
         weights = self._weight_versions()
         if weights != self._weights:
-            self._weights = weights
+            self._weights, self._fingerprint = weights, None
             self.scheduler.drop_prefixes()
 
     def _weight_versions(self) -> int:

@@ -154,8 +154,9 @@ class Request:
 
     @property
     def speculates(self) -> bool:
-        """Does the MTP layer run over this request's rows."""
-        return bool(self.params.speculative_tokens) and not self.prompt_only
+        """Does the MTP layer run over this request's rows: not if only their scores are wanted."""
+        is_score = self.prompt_only and self.wants_prompt_logprobs
+        return bool(self.params.speculative_tokens) and not is_score
 
     @property
     def wants_prompt_logprobs(self) -> bool:

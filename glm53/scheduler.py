@@ -11,7 +11,7 @@ enters its own as they fill. Pages that only the tree holds count as free.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from glm53.cache import PAGE_SIZE, PagePool
@@ -150,6 +150,41 @@ class Scheduler:
         self._enter(
             request.prefix_path, request.pages, request.tokens, request.speculates, num_pages
         )
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        kind: bool,
+        num_pages: int,
+        fill: Callable[[int | None], None],
+    ) -> None:
+        """Enter pages computed elsewhere, all of them or none.
+
+        tokens, kind: what they hold, see PrefixTree. fill: called for each in turn, with the page
+        to be written, or None where the tree has it already; what it raises is passed on.
+        MemoryError: running requests leave no room for so many.
+        """
+        assert self.prefix is not None
+        path = [n for n in self.prefix.match(tokens, kind, num_pages) if n.page is not None]
+        pages = self._take(path, len(path))
+        assert pages is not None
+        try:
+            for i in range(num_pages):
+                if i < len(path):
+                    fill(None)
+                    continue
+                page = self._allocate(1)
+                if page is None:
+                    raise MemoryError(
+                        f"the prefix needs {num_pages} pages of the cache; of its "
+                        f"{self.pool.num_pages}, running requests leave {len(pages)}"
+                    )
+                pages += page
+                fill(page[0])
+            self._enter(path, pages, tokens, kind, num_pages)
+        finally:
+            self.pool.release(pages)
+            self.prefix.release(path)
 
     def drop_prefixes(self) -> None:
         """Forget every shared page; running requests keep theirs, and share nothing any more."""
