@@ -186,6 +186,27 @@ def test_limits_that_cannot_work_are_refused():
         _scheduler(max_batch_tokens=3, max_running=4)
 
 
+def test_nothing_is_evicted_for_a_request_that_does_not_fit_anyway():
+    scheduler = _scheduler(pages=6)
+    scheduler.add(_request(130, prompt_only=True))
+    (chunk,) = scheduler.schedule()
+    chunk.request.num_computed = 130
+    scheduler.share(chunk.request)
+    scheduler.remove(chunk.request)
+    assert len(scheduler.prefix) == scheduler.prefix.num_idle == 2
+    running, large = (_request(length, 20, i) for i, length in ((1, 128), (2, 257)))
+    running.tokens[0] = large.tokens[0] = 2  # nothing shared
+    scheduler.add(running)
+    _commit(scheduler, scheduler.schedule())
+    scheduler.add(large)
+    assert scheduler.schedule()[0].request is running, "which takes the sixth page for itself"
+    assert scheduler.num_evictions == 0 and len(scheduler.prefix) == 2
+    assert large in scheduler.waiting
+    scheduler.remove(running)
+    assert scheduler.schedule()[0].request is large
+    assert scheduler.num_evictions == 1 and len(scheduler.prefix) == 1
+
+
 @st.composite
 def _scenarios(draw):
     pages = draw(st.integers(1, 7))
