@@ -64,7 +64,7 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.device_children = 0
         self.users = 0
-        self.last_used = 0  # of the node, or of what was evicted below it
+        self.last_used = 0  # of a leaf; what is above it was used no earlier, and goes after it
 
 
 class _EvictionQueue:
@@ -168,7 +168,7 @@ class PrefixTree:
     def release(self, path: Sequence[Node]) -> None:
         """Stop using a path, from its first node on."""
         if path:
-            # Nothing above is evicted before it.
+            # What is above it is evicted later, and then next, however old its own time is.
             path[-1].last_used = next(self._clock)
         for node in path:
             assert node.users > 0
@@ -222,7 +222,7 @@ class PrefixTree:
         self._num_pages -= 1
         self._num_idle -= 1
         node.parent.device_children -= 1
-        self._offer_after(node)
+        self._offer(node.parent)
         if slot is None:
             self._forget(node)
         self._offer(node)
@@ -265,15 +265,8 @@ class PrefixTree:
     def _forget(self, node: Node) -> None:
         assert node.parent is not None and not node.children
         del node.parent.children[node.key]
-        self._offer_after(node)
+        self._offer(node.parent)
 
     def _offer(self, node: Node) -> None:
         self._device_queue.offer(node)
         self._host_queue.offer(node)
-
-    def _offer_after(self, node: Node) -> None:
-        """The node has left its tier: its parent may be the next."""
-        parent = node.parent
-        assert parent is not None
-        parent.last_used = max(parent.last_used, node.last_used)
-        self._offer(parent)
