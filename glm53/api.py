@@ -2,10 +2,9 @@
 
 import json
 import logging
-import operator
 import tempfile
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,44 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from glm53.batch import Trace
-from glm53.cache import (
-    PAGE_SIZE,
-    KVCache,
-    bytes_per_token,
-    cache_bytes,
-    check_hot_tokens,
-    fitting_tokens,
-)
 from glm53.chat import ChatCompletion, ChatDelta, ChatReply, ToolChoice
-from glm53.checkpoint import (
-    available_bytes,
-    check_fits,
-    load_transformer,
-    resolve_folder,
-    save_transformer,
-)
+from glm53.checkpoint import load_transformer, resolve_folder, save_transformer
 from glm53.config import GLM53Config
 from glm53.engine import Engine
 from glm53.model import Transformer
+from glm53.options import EngineOptions
+from glm53.prompts import Prompt, prompts_as_list, traces_of
 from glm53.request import Completion, Delta
 from glm53.sampling import SamplingParams
 from glm53.tokenizer import Tokenizer, stop_token_ids
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | Tensor
-
-_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# Without a size from the caller the cache holds so many contexts of the model's full length,
-# if that fits into this share of the free memory.
-_DEFAULT_CONTEXTS = 16
-_DEFAULT_MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
 
 
 class GLM53(nn.Module):
@@ -72,17 +52,9 @@ class GLM53(nn.Module):
         tokenizer: Tokenizer | None = None,
         *,
         generation_config: dict[str, Any] | None = None,
-        kv_cache_dtype: torch.dtype | str | None = None,
-        kv_cache_tokens: int | None = None,
-        kv_cache_bytes: int | None = None,
-        kv_cache_hot_tokens: int | None = None,
-        max_batch_tokens: int = 1024,
-        max_running: int = 64,
-        prefix_caching: bool = True,
-        batch_invariant: bool = False,
-        prefix_host_bytes: int | None = None,
+        **options: Any,
     ) -> None:
-        """Wraps a network; `from_pretrained` is the usual way in, and documents the arguments."""
+        """Wraps a network; `from_pretrained` is the usual way in. options: `EngineOptions`."""
         super().__init__()
         # Names stay transformers': the network is no child, its children are ours. One dict for
         # both, so that whoever replaces a module here replaces it there.
@@ -95,17 +67,8 @@ class GLM53(nn.Module):
         if length is not None and length != 20:  # which transformers writes where nobody said one
             logger.warning("generation_config.json: max_length=%r is not supported", length)
         self._eos_ids = stop_token_ids(self.config, self.generation_config, tokenizer)
-        # Of a cache without a dtype of its own; the model's may change until it is made.
-        self._kv_cache_dtype = _cache_dtype(kv_cache_dtype)
-        self._kv_cache_size = kv_cache_tokens, kv_cache_bytes
-        self._cache_tokens()
-        check_hot_tokens(kv_cache_hot_tokens, self.config)
-        self._kv_cache_hot_tokens = kv_cache_hot_tokens
-        self._max_batch_tokens = _at_least_1("max_batch_tokens", max_batch_tokens)
-        self._max_running = min(_at_least_1("max_running", max_running), max_batch_tokens)
-        self._prefix_caching = prefix_caching
-        self._batch_invariant = batch_invariant
-        self._prefix_host_bytes = _host_bytes(prefix_host_bytes, prefix_caching)
+        self._options = EngineOptions(**options)
+        self._options.check(self.config, self.dtype, mtp=self._has_mtp)
         self._engine: Engine | None = None
         self._source: Path | None = None
 
@@ -116,35 +79,14 @@ class GLM53(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        kv_cache_dtype: torch.dtype | str | None = None,
-        kv_cache_tokens: int | None = None,
-        kv_cache_bytes: int | None = None,
-        kv_cache_hot_tokens: int | None = None,
-        max_batch_tokens: int = 1024,
-        max_running: int = 64,
-        prefix_caching: bool = True,
-        batch_invariant: bool = False,
-        prefix_host_bytes: int | None = None,
         progress: bool = True,
+        **options: Any,
     ) -> "GLM53":
         """Load a Hugging Face checkpoint folder (never touching the network), or a hub id.
 
         device: default "cuda" if there is one, else "cpu". dtype: of the weights, default the
-        checkpoint's; FP8 weights are dequantised to it. kv_cache_dtype: bfloat16 or float32,
-        default bfloat16 for a bfloat16 model, else float32. kv_cache_tokens, kv_cache_bytes: size
-        of the cache (at most one of them), rounded down to pages of 64 tokens; default 16 full
-        contexts, at most a quarter of the free memory of a CPU or 90% of a GPU's.
-        kv_cache_hot_tokens: keep the latents in host memory and only so many rows of each layer on
-        the device, for all requests together, at least index_topk; a selection's other rows are
-        fetched. Results are the same, slower by the copies, and the device has room for contexts
-        many times as long. kv_cache_bytes then counts latents (in host memory) and index keys (on
-        the device), and the hot rows come on top. Not for compiled models.
-        max_batch_tokens: rows of one step; max_running: completions that run at once.
-        prefix_caching: share whole pages between prompts that begin alike; prefix_host_bytes: host
-        memory (pinned beside a GPU) for shared pages that were evicted from the cache, default
-        none. batch_invariant: logits of `generate` and `score` are the same bits whatever else is
-        computed and however it is chunked, for one device, dtype and number of threads. progress:
-        show a bar.
+        checkpoint's; FP8 weights are dequantised to it. progress: show a bar. options: sizes and
+        switches of generation, see `EngineOptions`.
 
         Raises ValueError for a configuration or checkpoint that this library cannot compute
         faithfully, naming what is wrong, and MemoryError with the numbers if model and cache do
@@ -159,43 +101,18 @@ class GLM53(nn.Module):
         tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer else None
         # Before the weights are read: mistakes must not cost the minutes that this takes.
         stop_token_ids(config, generation_config, tokenizer)
-        for name, value in (("max_batch_tokens", max_batch_tokens), ("max_running", max_running)):
-            _at_least_1(name, value)
-        cache_dtype = _cache_dtype(kv_cache_dtype) or _default_cache_dtype(torch_dtype)
+        checked = EngineOptions(**options)
         mtp = config.mtp_layer is not None
-        tokens = _cache_tokens(config, cache_dtype, mtp, kv_cache_tokens, kv_cache_bytes)
-        check_hot_tokens(kv_cache_hot_tokens, config)
-        device_bytes, host_bytes = cache_bytes(
-            config, cache_dtype, tokens or PAGE_SIZE, hot_tokens=kv_cache_hot_tokens, mtp=mtp
-        )
-        prefix_bytes = _host_bytes(prefix_host_bytes, prefix_caching)
-        extra_bytes = {"cache": device_bytes}
-        if device.type == "cpu":
-            extra_bytes |= {"cache": device_bytes + host_bytes, "prefix_host_bytes": prefix_bytes}
-        else:
-            check_fits({"cache": host_bytes, "prefix_host_bytes": prefix_bytes}, "cpu")
+        checked.check(config, torch_dtype, mtp=mtp)
         network = load_transformer(
             folder,
             config,
             device=device,
             dtype=torch_dtype,
-            extra_bytes=extra_bytes,
+            extra_bytes=checked.required_bytes(config, torch_dtype, device, mtp=mtp),
             progress=progress,
         )
-        model = cls(
-            network,
-            tokenizer,
-            generation_config=generation_config,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_tokens=kv_cache_tokens,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_hot_tokens=kv_cache_hot_tokens,
-            max_batch_tokens=max_batch_tokens,
-            max_running=max_running,
-            prefix_caching=prefix_caching,
-            batch_invariant=batch_invariant,
-            prefix_host_bytes=prefix_host_bytes,
-        )
+        model = cls(network, tokenizer, generation_config=generation_config, **options)
         model._source = folder
         return model.eval()
 
@@ -241,26 +158,18 @@ class GLM53(nn.Module):
     def engine(self) -> Engine:
         """The model's engine, made with its cache on first use. All calls share it."""
         if self._engine is None:
-            tokens = self._cache_tokens() or self._default_cache_tokens()
-            cache = KVCache(
-                self.config,
-                tokens // PAGE_SIZE,
-                mtp=self._has_mtp,
-                dtype=self._cache_dtype,
-                device=self.device,
-                hot_tokens=self._kv_cache_hot_tokens,
-            )
+            options = self._options
             self._engine = Engine(
                 self.network,
                 self.tokenizer,
-                cache,
+                options.make_cache(self.network),
                 eos_ids=self._eos_ids,
                 generation_config=self.generation_config,
-                max_batch_tokens=self._max_batch_tokens,
-                max_running=self._max_running,
-                prefix_caching=self._prefix_caching,
-                batch_invariant=self._batch_invariant,
-                prefix_host_bytes=self._prefix_host_bytes,
+                max_batch_tokens=options.max_batch_tokens,
+                max_running=min(options.max_running, options.max_batch_tokens),
+                prefix_caching=options.prefix_caching,
+                prefix_host_bytes=options.prefix_host_bytes or 0,
+                batch_invariant=options.batch_invariant,
             )
         return self._engine
 
@@ -284,7 +193,7 @@ class GLM53(nn.Module):
         """
         if "input_ids" in fields:
             raise ValueError("input_ids is called prompts here; the result is made of Completions")
-        prompt_list, single = _prompt_list(prompts, attention_mask)
+        prompt_list, single = prompts_as_list(prompts, attention_mask)
         engine = self.engine()
         params = engine.resolve(SamplingParams.override(params, **fields))
         results: list[list[Completion]] = [[] for _ in prompt_list]
@@ -319,7 +228,7 @@ class GLM53(nn.Module):
         Closing the iterator (leaving its loop) cancels the request. Streams of one model advance
         together, whichever is asked.
         """
-        prompt_list, single = _prompt_list(prompt, None)
+        prompt_list, single = prompts_as_list(prompt, None)
         if not single:
             raise ValueError("stream takes one prompt; open a stream for each")
         engine = self.engine()
@@ -448,8 +357,8 @@ class GLM53(nn.Module):
         One fp32 tensor of length len - 1 on the CPU for a prompt, a list for a list. Raises
         ValueError for a prompt that cannot be run, ArithmeticError if its logits are not finite.
         """
-        prompt_list, single = _prompt_list(prompts, None)
-        traces = _traces(replay, None if single else len(prompt_list))
+        prompt_list, single = prompts_as_list(prompts, None)
+        traces = traces_of(replay, None if single else len(prompt_list))
         engine = self.engine()
         # Nothing is generated: whatever the checkpoint's own defaults say of texts is no matter.
         params = engine.resolve(SamplingParams(prompt_logprobs=0, n=1, stop=(), bad_words=()))
@@ -476,7 +385,7 @@ class GLM53(nn.Module):
 
     def export_prefix(self, prompt: Prompt, file: BinaryIO, *, mtp: bool | None = None) -> int:
         """Write a prompt's cache pages, for a model in another process; see Engine."""
-        prompt_list, single = _prompt_list(prompt, None)
+        prompt_list, single = prompts_as_list(prompt, None)
         if not single:
             raise ValueError("export_prefix takes one prompt")
         return self.engine().export_prefix(prompt_list[0], file, mtp=mtp)
@@ -496,33 +405,6 @@ class GLM53(nn.Module):
     def _has_mtp(self) -> bool:
         return self.network.mtp_layer_idx is not None
 
-    @property
-    def _cache_dtype(self) -> torch.dtype:
-        return self._kv_cache_dtype or _default_cache_dtype(self.dtype)
-
-    def _cache_tokens(self) -> int | None:
-        return _cache_tokens(self.config, self._cache_dtype, self._has_mtp, *self._kv_cache_size)
-
-    def _default_cache_tokens(self) -> int:
-        room = [
-            int(_DEFAULT_MEMORY_SHARE.get(device.type, 0.25) * available_bytes(device))
-            for device in (self.device, torch.device("cpu"))
-        ]
-        tokens = fitting_tokens(
-            self.config,
-            self._cache_dtype,
-            room[0],
-            None if self.device.type == "cpu" else room[1],
-            hot_tokens=self._kv_cache_hot_tokens,
-            mtp=self._has_mtp,
-        )
-        if tokens < PAGE_SIZE:
-            raise MemoryError(
-                f"a cache page does not fit: {self.device} has {available_bytes(self.device)} "
-                f"bytes free, of which a cache may take {room[0]}"
-            )
-        return min(_DEFAULT_CONTEXTS * self.config.max_position_embeddings, tokens)
-
 
 def _count(params: SamplingParams) -> int:
     assert params.n is not None
@@ -537,19 +419,6 @@ def _collector(result: list[Completion]):
     return on_delta
 
 
-def _traces(replay: Trace | Sequence[Trace | None] | None, count: int | None) -> list[Trace | None]:
-    """One for each of `count` prompts; count None: for the only prompt."""
-    if isinstance(replay, Trace | None):
-        if replay is not None and count is not None:
-            raise ValueError("replay: a list of prompts takes a list of traces, one for each")
-        return [replay] * (1 if count is None else count)
-    traces = list(replay)
-    if count is None or len(traces) != count:
-        wanted = "one prompt takes one trace" if count is None else f"there are {count} prompts"
-        raise ValueError(f"replay has {len(traces)} traces; {wanted}")
-    return traces
-
-
 def _scores(completion: Completion, *index: int) -> Tensor:
     if completion.error is not None:
         name = f"prompts[{index[0]}]" if index else "the prompt"
@@ -557,58 +426,6 @@ def _scores(completion: Completion, *index: int) -> Tensor:
     assert completion.prompt_logprobs is not None
     pairs = zip(completion.prompt_token_ids[1:], completion.prompt_logprobs[1:], strict=True)
     return torch.tensor([logprobs[i] for i, logprobs in pairs if logprobs], dtype=torch.float32)
-
-
-def _default_cache_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-
-def _cache_tokens(
-    config: GLM53Config, dtype: torch.dtype, mtp: bool, tokens: int | None, num_bytes: int | None
-) -> int | None:
-    """Tokens of the cache that the caller asked for, whole pages; None without a wish."""
-    if tokens is not None and num_bytes is not None:
-        raise ValueError("give kv_cache_tokens or kv_cache_bytes, not both")
-    for name, value in (("kv_cache_tokens", tokens), ("kv_cache_bytes", num_bytes)):
-        if value is not None:
-            _at_least_1(name, value)
-    name, asked = "kv_cache_tokens", tokens
-    if num_bytes is not None:
-        name, asked = "kv_cache_bytes", num_bytes // bytes_per_token(config, dtype, mtp=mtp)
-    if asked is None:
-        return None
-    if asked < PAGE_SIZE:
-        raise ValueError(
-            f"{name}={tokens if num_bytes is None else num_bytes}: holds {asked} tokens, a page "
-            f"has {PAGE_SIZE}"
-        )
-    return asked // PAGE_SIZE * PAGE_SIZE
-
-
-def _at_least_1(name: str, value: int) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name}={value!r}: must be an integer, at least 1")
-    return number
-
-
-def _host_bytes(num_bytes: int | None, prefix_caching: bool) -> int:
-    if not num_bytes:
-        return 0
-    _at_least_1("prefix_host_bytes", num_bytes)
-    if not prefix_caching:
-        raise ValueError(f"prefix_host_bytes={num_bytes}: has no use with prefix_caching=False")
-    return num_bytes
-
-
-def _cache_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if name is not None and dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"kv_cache_dtype={name!r}: must be bfloat16 or float32")
-    return dtype
 
 
 def _torch_dtype(name: torch.dtype | str) -> torch.dtype:
@@ -628,44 +445,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return data
-
-
-def _prompt_list(
-    prompts: Prompt | Sequence[Prompt] | None, attention_mask: Tensor | None
-) -> tuple[list[str | list[int]], bool]:
-    """Prompts as text or ids, and whether there was only one, not in a list."""
-    if attention_mask is not None and not (isinstance(prompts, Tensor) and prompts.dim() == 2):
-        raise ValueError("attention_mask goes with a tensor of token ids [B, S]")
-    if isinstance(prompts, Tensor) and prompts.dim() == 2:
-        mask_BS = torch.ones_like(prompts) if attention_mask is None else attention_mask
-        if mask_BS.shape != prompts.shape:
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask_BS.shape)}, the ids {tuple(prompts.shape)}"
-            )
-        mask_BS = mask_BS.to(prompts.device).bool()
-        rows = zip(prompts, mask_BS, strict=True)
-        return [_text_or_ids(ids_S[mask_S]) for ids_S, mask_S in rows], False
-    one = isinstance(prompts, str | bytes | bytearray | Mapping | Tensor)
-    if one or not isinstance(prompts, Iterable):
-        return [_text_or_ids(prompts)], True
-    items = list(prompts)
-    if items and all(_is_id(item) for item in items):
-        return [_text_or_ids(items)], True
-    return [_text_or_ids(item) for item in items], False
-
-
-def _text_or_ids(prompt: Any) -> str | list[int]:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Tensor) and prompt.dim() == 1 and prompt.dtype in _ID_DTYPES:
-        return prompt.tolist()
-    if isinstance(prompt, list | tuple) and all(_is_id(i) for i in prompt):
-        return [int(i) for i in prompt]
-    raise ValueError(
-        "a prompt must be text, a sequence of token ids or a 1-D tensor of integers, got "
-        f"{prompt!r}"
-    )
-
-
-def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)

@@ -104,7 +104,7 @@ def force_drafts(
 
     The MTP layer runs as ever, so its cache holds the rows of its own drafts.
     """
-    real = engine._draft
+    real = engine._runner._draft
     counts: dict[Request, itertools.cycle] = {}
 
     def draft(*arguments):
@@ -120,7 +120,7 @@ def force_drafts(
             assert len(drafts[request]) == len(own)
         return drafts
 
-    engine._draft = draft
+    engine._runner._draft = draft
 
 
 def oracle_drafts(oracle: Reference, tokens: Sequence[int], count: int) -> list[int]:

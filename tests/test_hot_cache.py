@@ -378,7 +378,7 @@ def test_sizes(monkeypatch):
     # By default a quarter of a CPU's memory, with everything counted.
     page += PAGE_SIZE * 16
     for room, pages in ((2 * page + extra, 2), (2 * page + extra - 1, 1), (page + extra - 1, None)):
-        monkeypatch.setattr("glm53.api.available_bytes", lambda device, room=room: 4 * room)
+        monkeypatch.setattr("glm53.options.available_bytes", lambda device, room=room: 4 * room)
         model = tiny_model(kv_cache_tokens=None, kv_cache_hot_tokens=9)
         if pages is None:
             with pytest.raises(MemoryError, match="a cache page does not fit"):

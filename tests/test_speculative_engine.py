@@ -165,7 +165,7 @@ def test_drafts_of_every_step_equal_the_oracle(shared):
     own = _poisoned(model)
     engine = own.engine()
     sequences = {i: p + o for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))}
-    real, made = engine._draft, {}
+    real, made = engine._runner._draft, {}
 
     def draft(*arguments):
         found = real(*arguments)
@@ -174,7 +174,7 @@ def test_drafts_of_every_step_equal_the_oracle(shared):
             made[request.request_id, (*request.tokens, *news)] = list(drafts)
         return found
 
-    engine._draft = draft
+    engine._runner._draft = draft
     force_drafts(engine, sequences, (0, 2, 1, 3))
     completions = _run(own, prompts, params, speculative_tokens=3)
     assert_mixed(completions)

@@ -253,8 +253,8 @@ def test_an_error_at_a_rejected_row_is_no_error(model, prompts, greedy_ids):
     assert other not in ids
     own = with_engine(model)
     engine = own.engine()
-    real = engine._draft
-    engine._draft = lambda *a: {r: [other] * len(d) for r, d in real(*a).items()}
+    real = engine._runner._draft
+    engine._runner._draft = lambda *a: {r: [other] * len(d) for r, d in real(*a).items()}
     allowed = sorted({*ids, other})
     fields = {"allowed_token_ids": allowed, "bad_words": [[other, i] for i in allowed]}
     completion = own.generate(
@@ -271,7 +271,7 @@ def test_nan_logits_of_one_request_leave_the_others_alone(model, prompts, greedy
     engine = own.engine()
     params = SamplingParams.override(PLAIN, temperature=0, speculative_tokens=3)
     ids = [engine.add(prompt, params) for prompt in prompts]
-    sampled, real = 0, engine._sample
+    sampled, real = 0, engine._runner._sample
 
     def breaking(hidden_TD, sampling):
         nonlocal sampled
@@ -283,7 +283,7 @@ def test_nan_logits_of_one_request_leave_the_others_alone(model, prompts, greedy
                     hidden_TD[row : row + 1 + len(chunk.drafts)] = torch.nan
         return real(hidden_TD, sampling)
 
-    monkeypatch.setattr(engine, "_sample", breaking)
+    monkeypatch.setattr(engine._runner, "_sample", breaking)
     finished = engine.run()
     for i, request_id in enumerate(ids):
         (completion,) = finished[request_id]
