@@ -87,7 +87,7 @@ def test_shared_steps_write_no_index_key():
     for shared in (True, False):
         case = _Drafting([11], config=tiny_config(index_share_for_mtp_iteration=shared))
         case.propose({0: 4})
-        latent, index_keys = case.cache.layers[case.config.mtp_layer]
+        latent, index_keys, _ = case.cache.layers[case.config.mtp_layer]
         own = case.batch.slots
         first = own[-1] + 1
         assert latent[own].isfinite().all() and index_keys[own].isfinite().all()
@@ -109,7 +109,7 @@ def test_rows_without_drafts_only_fill_the_cache():
     heads = []
     case.network.lm_head.register_forward_hook(lambda module, args, out: heads.append(out))
     assert case.propose({}) == [] and heads == []
-    latent, index_keys = case.cache.layers[case.config.mtp_layer]
+    latent, index_keys, _ = case.cache.layers[case.config.mtp_layer]
     assert latent[case.batch.slots].isfinite().all()
     assert index_keys[case.batch.slots].isfinite().all()
     unused = torch.ones(len(latent), dtype=torch.bool)

@@ -97,14 +97,27 @@ SAMPLINGS = [
 ]
 
 
+def forcing(model: GLM53, prompt, plain) -> GLM53:
+    """Drafts that are right 0, 2, 1, 3 times for the completions of `plain`, in their order."""
+    drafting = with_engine(model)
+    after_the_end = [5] * 8
+    sequences = {i: [*prompt, *out.token_ids, *after_the_end] for i, out in enumerate(plain)}
+    force_drafts(drafting.engine(), sequences, (0, 2, 1, 3), VOCAB_SIZE)
+    return drafting
+
+
 def test_any_sampling_with_and_without_drafts(model):
     names = [name for name in FORMS for _ in SAMPLINGS]
     (prompt,) = prompts_of(70, vocab_size=4000)
+    fields = {"max_new_tokens": 60, "logit_bias": ENDS_SOON}
     outs = {}
     for drafts in (0, 3):
-        fields = {"max_new_tokens": 60, "logit_bias": ENDS_SOON, "speculative_tokens": drafts}
-        params = [SamplingParams(**fields, **f, **s) for f in FORMS.values() for s in SAMPLINGS]
-        outs[drafts] = run(model, prompt, params)
+        params = [
+            SamplingParams(speculative_tokens=drafts, **fields, **f, **s)
+            for f in FORMS.values()
+            for s in SAMPLINGS
+        ]
+        outs[drafts] = run(forcing(model, prompt, outs[0]) if drafts else model, prompt, params)
     assert_drafted(outs[3])
     assert ids_of(outs[3]) == ids_of(outs[0])
     for plain, drafted in zip(outs[0], outs[3], strict=True):
@@ -127,16 +140,12 @@ def test_drafts_accepted_within_a_form(model):
         for form in FORMS.values()
     ]
     plain = run(model, prompt, params)
-    drafting = with_engine(model)
-    engine = drafting.engine()
-    after_the_end = [5] * 8
-    sequences = {i: [*prompt, *out.token_ids, *after_the_end] for i, out in enumerate(plain)}
-    force_drafts(engine, sequences, (0, 2, 1, 3), VOCAB_SIZE)
+    drafting = forcing(model, prompt, plain)
     outs = run(drafting, prompt, [SamplingParams.override(p, speculative_tokens=3) for p in params])
     assert ids_of(outs) == ids_of(plain)
     for out in outs:
         assert out.metrics.accepted_at[1] > 0
-    assert_idle(engine)
+    assert_idle(drafting.engine())
 
 
 def test_completions_of_one_prompt_under_preemption(model):
