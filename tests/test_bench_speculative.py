@@ -1,4 +1,4 @@
-"""scripts/bench_generate.py: figures of one small run, and what it refuses."""
+"""scripts/bench_speculative.py: figures of one small run, and what it refuses."""
 
 import importlib.util
 import json
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_generate.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_speculative.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("bench_generate_script", SCRIPT)
+    spec = importlib.util.spec_from_file_location("bench_speculative_script", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -22,7 +22,7 @@ def script():
 @pytest.fixture
 def call(script, monkeypatch, capsys):
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["bench_generate.py", *arguments])
+        monkeypatch.setattr(sys, "argv", ["bench_speculative.py", *arguments])
         code = script.main()
         return code, *capsys.readouterr()
 
