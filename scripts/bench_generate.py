@@ -195,6 +195,8 @@ class Benchmark:
             "versions": self.versions,
             "settings": {**self.settings, "rounds": self.arguments.rounds}
             | {"steps": self.arguments.steps, "chunk": CHUNK},
+            # Of making the implementations; what follows is of each case.
+            "load_peak_bytes": {peer.name: peer.call("peak_bytes") for peer in self.peers},
             "cases": [],
         }
         for batch, context in self.decode_cases:

@@ -28,6 +28,7 @@ OURS = "glm53"
 CHUNK = 512  # rows of a prompt computed at once
 ROUTED_POSITIONS = 64
 WARM_UP_STEPS = 2
+ATTENTION = ("eager", "sdpa")
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ class Ours:
 
 
 class Transformers:
-    """transformers' model with its own cache, in the fastest way found on the first uses: eager or
-    sdpa attention, prompts in chunks or at once."""
+    """transformers' model with its own cache, in the fastest way that the warm-up finds: eager or
+    sdpa attention, implementation of the experts, prompts in chunks or at once."""
 
     def __init__(self, settings: Settings) -> None:
         torch = _start_torch(settings)
@@ -188,11 +189,11 @@ class Transformers:
         dtype = getattr(torch, settings.dtype)
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
         self.model = model.to(settings.device).eval()
-        # The grouped GEMM refuses rows that are no multiple of 16 bytes.
+        # The grouped GEMM, its default, refuses rows that are no multiple of 16 bytes.
         config = self.model.config
         rows = (config.hidden_size, config.moe_intermediate_size)
-        if any(size * dtype.itemsize % 16 for size in rows):
-            self.model.set_experts_implementation("eager")
+        grouped = all(size * dtype.itemsize % 16 == 0 for size in rows)
+        self.experts = ["grouped_mm"] * grouped + ["eager", "batched_mm"]
         self.prefill_way: tuple[str, int] | None = None
 
     def versions(self) -> dict[str, str]:
@@ -219,13 +220,22 @@ class Transformers:
         return token, cache
 
     def start(self, prompts: list[list[int]], num_new: int) -> None:
+        self._use("sdpa", self.experts[0])
         self.token, self.cache = self._prompt(prompts, CHUNK)
         self.tokens = [self.token]
+        attention, _ = self._fastest([(a, self.experts[0]) for a in ATTENTION])
+        self._use(*self._fastest([(attention, experts) for experts in self.experts]))
+
+    def _use(self, attention: str, experts: str) -> None:
+        self.model.set_attn_implementation(attention)
+        self.model.set_experts_implementation(experts)
+
+    def _fastest(self, ways: list[tuple[str, str]]) -> tuple[str, str]:
         times = {}
-        for attention in ("eager", "sdpa"):
-            self.model.set_attn_implementation(attention)
-            times[attention] = self.decode(WARM_UP_STEPS)[-1]
-        self.model.set_attn_implementation(min(times, key=times.__getitem__))
+        for way in ways:
+            self._use(*way)
+            times[way] = self.decode(WARM_UP_STEPS)[-1]
+        return min(times, key=times.__getitem__)
 
     def decode(self, steps: int) -> list[float]:
         times = []
@@ -247,14 +257,14 @@ class Transformers:
 
     def prefill(self, prompt: list[int]) -> tuple[float, int]:
         if self.prefill_way is None:  # the warm-up
-            ways = [(a, chunk) for a in ("eager", "sdpa") for chunk in {CHUNK, len(prompt)}]
+            ways = [(a, chunk) for a in ATTENTION for chunk in {CHUNK, len(prompt)}]
             times = {way: self._timed_prefill(prompt, *way)[0] for way in ways}
             attention, chunk = min(times, key=times.__getitem__)
             self.prefill_way = attention, CHUNK if chunk == CHUNK else sys.maxsize
         return self._timed_prefill(prompt, *self.prefill_way)
 
     def _timed_prefill(self, prompt: list[int], attention: str, chunk: int) -> tuple[float, int]:
-        self.model.set_attn_implementation(attention)
+        self._use(attention, self.experts[0])  # batched_mm copies weights for every row
         self.synchronise()
         start = time.perf_counter()
         token = int(self._prompt([prompt], min(chunk, len(prompt)))[0])
