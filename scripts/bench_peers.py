@@ -15,7 +15,6 @@ implementation its own peak memory; only one of them is at work at any time.
 import inspect
 import json
 import multiprocessing
-import os
 import resource
 import subprocess
 import sys
@@ -356,7 +355,6 @@ class Remote:
         self._process = context.Process(
             target=_serve, args=(theirs, name, settings), name=name, daemon=True
         )
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._process.start()
         theirs.close()
 
@@ -377,6 +375,7 @@ class Remote:
 
     def close(self) -> None:
         self._connection.close()
+        self._process.terminate()  # after an interrupt it may be in the middle of minutes of work
         self._process.join()
 
 
