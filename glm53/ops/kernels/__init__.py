@@ -1,0 +1,1 @@
+"""Triton kernels, one file per operator; imported when a CUDA tensor first reaches one."""
