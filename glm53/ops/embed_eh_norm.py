@@ -5,7 +5,7 @@
 ids are the tokens that follow the rows, positions the rows' own: a prompt's first row gets no
 embedding, and RMSNorm(0) = 0. Both norms have the same eps.
 
-ids_T [T] int64, positions_T [T] int64, table_WD [W, D] (of a table that is distributed over ranks, the
+ids_T [T] int64, positions_T [T] int64, table_WD [W, D] (if it is distributed over ranks, its
 rows are gathered first, and `ids` are then 0 .. T - 1), hidden_TD [T, D]. Returns [T, 2 D].
 Norm and its roundings: `norm_rope.py`.
 """

@@ -9,6 +9,48 @@ from glm53.ops.norm_rope import dense_rows
 
 
 @triton.jit
+def _write_query(
+    latent_ptr,
+    pe_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    interleave: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK_C)
+    tl.store(out_ptr + i, tl.load(latent_ptr + i, mask=i < C, other=0.0), mask=i < C)
+    r = tl.arange(0, BLOCK_R)
+    partner, entry, is_first = rope_partner(r, R, interleave)
+    x = tl.load(pe_ptr + r, mask=r < R, other=0.0).to(tl.float32)
+    x2 = tl.load(pe_ptr + partner, mask=r < R, other=0.0).to(tl.float32)
+    rotated = rotate(x, x2, cos_ptr, sin_ptr, entry, is_first, r < R)
+    tl.store(out_ptr + C + r, rotated.to(out_ptr.dtype.element_ty), mask=r < R)
+
+
+@triton.jit
+def _write_index_query(
+    index_q_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    R: tl.constexpr,
+    G: tl.constexpr,
+    interleave: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    g = tl.arange(0, BLOCK_G)
+    partner, entry, is_first = rope_partner(g, R, interleave)
+    x = tl.load(index_q_ptr + g, mask=g < G, other=0.0).to(tl.float32)
+    x2 = tl.load(index_q_ptr + partner, mask=g < R, other=0.0).to(tl.float32)
+    rotated = rotate(x, x2, cos_ptr, sin_ptr, entry, is_first, g < R)
+    tl.store(out_ptr + g, rotated.to(out_ptr.dtype.element_ty), mask=g < G)
+
+
+@triton.jit
 def _kernel(
     latent_ptr,
     pe_ptr,
@@ -46,28 +88,30 @@ def _kernel(
     cos_row = cos_ptr + t * cos_stride
     sin_row = sin_ptr + t * sin_stride
     if head < H:
-        out = query_ptr + (t * H + head) * (C + R)
-        i = tl.arange(0, BLOCK_C)
-        latent = latent_ptr + t * latent_stride + head * latent_head_stride
-        tl.store(out + i, tl.load(latent + i, mask=i < C, other=0.0), mask=i < C)
-        r = tl.arange(0, BLOCK_R)
-        partner, entry, is_first = rope_partner(r, R, interleave)
-        pe = pe_ptr + t * pe_stride + head * pe_head_stride
-        x = tl.load(pe + r, mask=r < R, other=0.0).to(tl.float32)
-        x2 = tl.load(pe + partner, mask=r < R, other=0.0).to(tl.float32)
-        y = rotate(x, x2, cos_row, sin_row, entry, is_first, r < R)
-        tl.store(out + C + r, y.to(query_ptr.dtype.element_ty), mask=r < R)
+        _write_query(
+            latent_ptr + t * latent_stride + head * latent_head_stride,
+            pe_ptr + t * pe_stride + head * pe_head_stride,
+            cos_row,
+            sin_row,
+            query_ptr + (t * H + head) * (C + R),
+            C,
+            R,
+            interleave,
+            BLOCK_C,
+            BLOCK_R,
+        )
     else:
         j = head - H
-        g = tl.arange(0, BLOCK_G)
-        rotates = g < R
-        partner, entry, is_first = rope_partner(g, R, index_interleave)
-        index_q = index_q_ptr + t * index_q_stride + j * index_q_head_stride
-        x = tl.load(index_q + g, mask=g < G, other=0.0).to(tl.float32)
-        x2 = tl.load(index_q + partner, mask=rotates, other=0.0).to(tl.float32)
-        y = rotate(x, x2, cos_row, sin_row, entry, is_first, rotates)
-        out = index_query_ptr + (t * J + j) * G
-        tl.store(out + g, y.to(index_query_ptr.dtype.element_ty), mask=g < G)
+        _write_index_query(
+            index_q_ptr + t * index_q_stride + j * index_q_head_stride,
+            cos_row,
+            sin_row,
+            index_query_ptr + (t * J + j) * G,
+            R,
+            G,
+            index_interleave,
+            BLOCK_G,
+        )
         weight = tl.load(head_weights_ptr + t * head_weights_stride + j)
         tl.store(weights_ptr + t * J + j, weight * weight_scale)
 

@@ -9,6 +9,78 @@ from glm53.ops.norm_rope import dense_rows
 
 
 @triton.jit
+def _write_query(row_ptr, norm_ptr, out_ptr, eps, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK_Q)
+    x = tl.load(row_ptr + i, mask=i < Q, other=0.0).to(tl.float32)
+    y = rms_norm_row(x, norm_ptr, i, i < Q, eps, Q, dtype)
+    tl.store(out_ptr + i, y.to(dtype), mask=i < Q)
+
+
+@triton.jit
+def _write_latent(
+    row_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    eps,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    interleave: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    cache_dtype: tl.constexpr = out_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK_C)
+    latent = tl.load(row_ptr + i, mask=i < C, other=0.0).to(tl.float32)
+    normed = rms_norm_row(latent, norm_ptr, i, i < C, eps, C, dtype)
+    tl.store(out_ptr + i, normed.to(cache_dtype), mask=i < C)
+    r = tl.arange(0, BLOCK_R)
+    partner, entry, is_first = rope_partner(r, R, interleave)
+    x = tl.load(row_ptr + C + r, mask=r < R, other=0.0).to(tl.float32)
+    x2 = tl.load(row_ptr + C + partner, mask=r < R, other=0.0).to(tl.float32)
+    rotated = rotate(x, x2, cos_ptr, sin_ptr, entry, is_first, r < R)
+    tl.store(out_ptr + C + r, rotated.to(dtype).to(cache_dtype), mask=r < R)
+
+
+@triton.jit
+def _write_index_key(
+    row_ptr,
+    weight_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    eps,
+    R: tl.constexpr,
+    G: tl.constexpr,
+    interleave: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    g = tl.arange(0, BLOCK_G)
+    inside = g < G
+    rotates = g < R
+    partner, entry, is_first = rope_partner(g, R, interleave)
+    x = tl.load(row_ptr + g, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 0) / G
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / G + eps)
+    weight = tl.load(weight_ptr + g, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + g, mask=inside, other=0.0).to(tl.float32)
+    normed = centred * rstd * weight + bias
+    # The other half of a pair is normed a second time: a value of another lane is not at hand.
+    x2 = tl.load(row_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
+    weight2 = tl.load(weight_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
+    bias2 = tl.load(bias_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
+    normed2 = (x2 - mean) * rstd * weight2 + bias2
+    key = rotate(normed, normed2, cos_ptr, sin_ptr, entry, is_first, rotates)
+    key = key.to(row_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + g, key, mask=inside)
+
+
+@triton.jit
 def _kernel(
     q_ptr,
     q_norm_ptr,
@@ -47,50 +119,38 @@ def _kernel(
     t = tl.program_id(0).to(tl.int64)
     branch = tl.program_id(1)
     if branch == 0:
-        i = tl.arange(0, BLOCK_Q)
-        x = tl.load(q_ptr + t * q_stride + i, mask=i < Q, other=0.0).to(tl.float32)
-        y = rms_norm_row(x, q_norm_ptr, i, i < Q, eps, Q, q_ptr.dtype.element_ty)
-        tl.store(q_out_ptr + t * Q + i, y.to(q_out_ptr.dtype.element_ty), mask=i < Q)
-        return
-    slot = tl.load(slots_ptr + t).to(tl.int64)
-    if slot < 0:
-        return
-    cos_row = cos_ptr + t * cos_stride
-    sin_row = sin_ptr + t * sin_stride
-    if branch == 1:
-        row = kv_ptr + t * kv_stride
-        out = latent_cache_ptr + slot * latent_cache_stride
-        i = tl.arange(0, BLOCK_C)
-        x = tl.load(row + i, mask=i < C, other=0.0).to(tl.float32)
-        y = rms_norm_row(x, kv_norm_ptr, i, i < C, eps, C, kv_ptr.dtype.element_ty)
-        tl.store(out + i, y.to(latent_cache_ptr.dtype.element_ty), mask=i < C)
-        r = tl.arange(0, BLOCK_R)
-        partner, entry, is_first = rope_partner(r, R, interleave)
-        x = tl.load(row + C + r, mask=r < R, other=0.0).to(tl.float32)
-        x2 = tl.load(row + C + partner, mask=r < R, other=0.0).to(tl.float32)
-        y = rotate(x, x2, cos_row, sin_row, entry, is_first, r < R)
-        y = y.to(kv_ptr.dtype.element_ty).to(latent_cache_ptr.dtype.element_ty)
-        tl.store(out + C + r, y, mask=r < R)
+        _write_query(q_ptr + t * q_stride, q_norm_ptr, q_out_ptr + t * Q, eps, Q, BLOCK_Q)
     else:
-        row = key_ptr + t * key_stride
-        g = tl.arange(0, BLOCK_G)
-        inside = g < G
-        rotates = g < R
-        partner, entry, is_first = rope_partner(g, R, index_interleave)
-        x = tl.load(row + g, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.sum(x, 0) / G
-        centred = tl.where(inside, x - mean, 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / G + index_eps)
-        weight = tl.load(key_weight_ptr + g, mask=inside, other=0.0).to(tl.float32)
-        bias = tl.load(key_bias_ptr + g, mask=inside, other=0.0).to(tl.float32)
-        y = centred * rstd * weight + bias
-        x2 = tl.load(row + partner, mask=rotates, other=0.0).to(tl.float32)
-        weight2 = tl.load(key_weight_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
-        bias2 = tl.load(key_bias_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
-        y2 = (x2 - mean) * rstd * weight2 + bias2
-        y = rotate(y, y2, cos_row, sin_row, entry, is_first, rotates)
-        y = y.to(key_ptr.dtype.element_ty).to(key_cache_ptr.dtype.element_ty)
-        tl.store(key_cache_ptr + slot * key_cache_stride + g, y, mask=inside)
+        slot = tl.load(slots_ptr + t).to(tl.int64)
+        if slot >= 0:
+            if branch == 1:
+                _write_latent(
+                    kv_ptr + t * kv_stride,
+                    kv_norm_ptr,
+                    cos_ptr + t * cos_stride,
+                    sin_ptr + t * sin_stride,
+                    latent_cache_ptr + slot * latent_cache_stride,
+                    eps,
+                    C,
+                    R,
+                    interleave,
+                    BLOCK_C,
+                    BLOCK_R,
+                )
+            else:
+                _write_index_key(
+                    key_ptr + t * key_stride,
+                    key_weight_ptr,
+                    key_bias_ptr,
+                    cos_ptr + t * cos_stride,
+                    sin_ptr + t * sin_stride,
+                    key_cache_ptr + slot * key_cache_stride,
+                    index_eps,
+                    R,
+                    G,
+                    index_interleave,
+                    BLOCK_G,
+                )
 
 
 def launch(
