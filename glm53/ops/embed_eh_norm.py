@@ -57,6 +57,11 @@ def _embed_eh_norm(
     hnorm_D: Tensor,
     eps: float,
 ) -> Tensor:
+    if ids_T.shape[0] > 0:
+        # Here, because an exception inside a parallel loop would end the process.
+        lowest, highest = (int(bound) for bound in ids_T.aminmax())
+        if lowest < 0 or highest >= table_WD.shape[0]:
+            raise IndexError(f"ids {lowest} to {highest} in a table of {table_WD.shape[0]} rows")
     return _cpu_kernel(
         dense_rows(ids_T),
         dense_rows(positions_T),
@@ -108,6 +113,6 @@ def embed_eh_norm(
 ) -> Tensor:
     """[T, 2 D]: normed embedding, normed hidden state; see the module docstring.
 
-    On a CPU an id outside the table raises RuntimeError.
+    On a CPU an id outside the table raises IndexError.
     """
     return _embed_eh_norm(ids_T, positions_T, table_WD, hidden_TD, enorm_D, hnorm_D, eps)

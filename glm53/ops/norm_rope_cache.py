@@ -161,6 +161,7 @@ def _norm_rope_cache(
 ) -> Tensor:
     if slots_T.shape[0] == 0:
         return q_latent_TQ.new_empty(q_latent_TQ.shape)
+    # Here, because an exception inside a parallel loop would end the process.
     last_slot = int(slots_T.amax())
     if last_slot >= latent_cache_MX.shape[0]:
         raise IndexError(f"slot {last_slot} of a cache with {latent_cache_MX.shape[0]} slots")

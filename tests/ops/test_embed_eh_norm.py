@@ -40,10 +40,11 @@ def test_gathered_embeddings():
     assert torch.equal(embed_eh_norm(*args, eps=1e-5), embed_eh_norm(*gathered, eps=1e-5))
 
 
-def test_unknown_id_raises():
+@pytest.mark.parametrize("unknown", [-1, 17])
+def test_unknown_id_raises(unknown):
     args = embed_eh_norm_args(5, ODD, FP32)
-    args[0][2] = 17
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    args[0][2] = unknown
+    with pytest.raises(IndexError, match=str(unknown)):
         embed_eh_norm(*args, eps=1e-5)
 
 
