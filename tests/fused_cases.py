@@ -24,8 +24,8 @@ def table(rows: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def slots(rows: int, padding: int) -> Tensor:
-    """Distinct slots, then -1 at `padding` places that are not all at the end."""
-    where = torch.randperm(SLOTS)[:rows]
+    """Distinct slots but the last one (where -1 would lead), and -1 at any `padding` places."""
+    where = torch.randperm(SLOTS - 1)[:rows]
     where[torch.randperm(rows)[:padding]] = -1
     return where
 

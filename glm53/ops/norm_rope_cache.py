@@ -136,12 +136,10 @@ def _fused(
 _cpu_kernel = CPUKernel(_fused, rows="T.T.TTTMT..M")
 
 
-@torch.library.custom_op(
-    "glm53::norm_rope_cache",
-    mutates_args=("latent_cache_MX", "index_key_cache_MG"),
-    device_types="cpu",
-)
-def _norm_rope_cache(
+# Not `torch.library.custom_op`: before every call that mutates it walks the schema in a time that
+# grows with the square of the number of arguments, here three times as long as the kernel runs.
+@torch.compiler.disable
+def _on_cpu(
     q_latent_TQ: Tensor,
     q_norm_Q: Tensor,
     kv_a_TX: Tensor,
@@ -191,8 +189,7 @@ def _norm_rope_cache(
     )[0]
 
 
-@_norm_rope_cache.register_kernel("cuda")
-def _(
+def _on_cuda(
     q_latent_TQ: Tensor,
     q_norm_Q: Tensor,
     kv_a_TX: Tensor,
@@ -232,8 +229,7 @@ def _(
     )
 
 
-@_norm_rope_cache.register_fake
-def _(
+def _fake(
     q_latent_TQ: Tensor,
     q_norm_Q: Tensor,
     kv_a_TX: Tensor,
@@ -252,6 +248,16 @@ def _(
     index_interleave: bool,
 ) -> Tensor:
     return q_latent_TQ.new_empty(q_latent_TQ.shape)
+
+
+torch.library.define(
+    "glm53::norm_rope_cache",
+    torch.library.infer_schema(_on_cpu, mutates_args=("latent_cache_MX", "index_key_cache_MG")),
+)
+torch.library.impl("glm53::norm_rope_cache", "cpu", _on_cpu)
+torch.library.impl("glm53::norm_rope_cache", "cuda", _on_cuda)
+torch.library.register_fake("glm53::norm_rope_cache", _fake)
+_norm_rope_cache = torch.ops.glm53.norm_rope_cache.default
 
 
 def norm_rope_cache(

@@ -13,7 +13,7 @@ from tests import fused_cases
 from tests.fused_cases import ODD
 
 FP32 = torch.float32
-INDEX_NUMBERS = dict(interleave=True, index_interleave=True)
+INDEX_NUMBERS = dict(interleave=True, index_interleave=False)
 CALLS = {
     "norm_rope_cache": lambda rows: (
         fused_cases.norm_rope_cache_args(rows, ODD, FP32, FP32),
@@ -21,7 +21,7 @@ CALLS = {
     ),
     "index_query": lambda rows: (
         fused_cases.index_query_args(rows, ODD, FP32),
-        dict(weight_scale=0.5, **INDEX_NUMBERS),
+        dict(weight_scale=0.37, **INDEX_NUMBERS),
     ),
     "embed_eh_norm": lambda rows: (
         fused_cases.embed_eh_norm_args(rows, ODD, FP32),

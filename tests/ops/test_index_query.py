@@ -58,16 +58,17 @@ def test_kernel_equals_reference_bit_for_bit(case):
 
 def test_weights_stay_fp32():
     """Head weights that bf16 cannot tell apart are still different afterwards."""
-    args = index_query_args(1, ODD, BF16)
-    args[5] = 1 + torch.arange(5)[None] * 1e-4
+    args = index_query_args(1, GLM53, BF16)
+    args[5] = 1 + torch.arange(32)[None] * 1e-4
     _, _, weights = index_query(*args, **NUMBERS | dict(index_interleave=True))
-    assert weights.dtype == FP32 and weights.unique().numel() == 5
+    assert weights.dtype == FP32 and weights.unique().numel() == 32
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_opcheck(index):
-    args = index_query_args(5, ODD, FP32, index=index)
-    torch.library.opcheck(OP, (*args, *NUMBERS.values()))
+@pytest.mark.parametrize("case", ["fp32", "bf16, shared layer"])
+def test_opcheck(case):
+    sizes, dtype, index, numbers = CASES[case]
+    args = index_query_args(5, sizes, dtype, index=index)
+    torch.library.opcheck(OP, (*args, *numbers.values()))
 
 
 @torch.inference_mode()

@@ -145,10 +145,11 @@ def test_slot_past_the_end_raises_and_writes_nothing():
     assert all(cache.isnan().all() for cache in written(args))
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_opcheck(index):
-    args = norm_rope_cache_args(6, ODD, FP32, FP32, index=index)
-    torch.library.opcheck(OP, (*args, *NUMBERS.values()))
+@pytest.mark.parametrize("case", ["fp32", "bf16 into fp32, shared layer"])
+def test_opcheck(case):
+    sizes, dtype, cache_dtype, index, numbers = CASES[case]
+    args = norm_rope_cache_args(6, sizes, dtype, cache_dtype, index=index)
+    torch.library.opcheck(OP, (*args, *numbers.values()))
 
 
 @torch.inference_mode()
