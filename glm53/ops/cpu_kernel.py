@@ -43,7 +43,12 @@ class CPUKernel:
         )
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(tensors, constants)
+            # Dynamo's lock: Inductor keeps state of the process while it compiles.
+            from torch._dynamo.convert_frame import compile_lock
+
+            with compile_lock:
+                compiled = self._compiled.get(key) or self._compile(tensors, constants)
+                self._compiled[key] = compiled
         return compiled(present)
 
     def _compile(

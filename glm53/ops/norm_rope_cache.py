@@ -15,6 +15,7 @@ index_key_cache_MG [M, G]. Norms, ropes and their roundings: `norm_rope.py`.
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from glm53.ops.cpu_kernel import CPUKernel
 from glm53.ops.norm_rope import (
@@ -138,7 +139,7 @@ _cpu_kernel = CPUKernel(_fused, rows="T.T.TTTMT..M")
 
 # Not `torch.library.custom_op`: before every call that mutates it walks the schema in a time that
 # grows with the square of the number of arguments, here three times as long as the kernel runs.
-@torch.compiler.disable
+@_disable_dynamo  # torch.compiler.disable would import all of Dynamo here
 def _on_cpu(
     q_latent_TQ: Tensor,
     q_norm_Q: Tensor,

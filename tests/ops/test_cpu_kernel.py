@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -71,3 +72,12 @@ def test_first_call_inside_autocast_and_inference_mode():
         (got,) = kernel(x, w)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, x @ w)
+
+
+def test_first_calls_of_two_threads():
+    kernels = [CPUKernel(lambda x, *, factor: (x * factor,), rows="T") for _ in range(2)]
+    x = torch.randn(3, 4)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(kernel, x, factor=1.5) for kernel in kernels for _ in range(2)]
+    for call in calls:
+        assert torch.equal(call.result()[0], x * 1.5)
