@@ -22,6 +22,7 @@ head dimension, and keys at or beyond a row's length are never part of a result.
 `logical_to_physical` turns positions into rows of that layout, once per index group.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -70,7 +71,7 @@ def index_select_ref(
     return logical_TL.to(q_TJG.device)
 
 
-def _scores(
+def scores(
     q_UJG: Tensor,
     weights_UJ: Tensor,
     keys_MG: Tensor,
@@ -104,7 +105,7 @@ def _scores_of_fixed_shape(
     page_size: int,
     block_stride: int,
 ) -> Tensor:
-    """As `_scores`, of one row and BLOCK_KEYS keys at a time."""
+    """As `scores`, of one row and BLOCK_KEYS keys at a time."""
     # Copies, because a product may also depend on how its operands are aligned.
     rows = [
         (q_JG.to(torch.float32, copy=True), weights_J.to(torch.float32, copy=True)[None])
@@ -142,8 +143,11 @@ def _runs(request_T: list[int]) -> list[tuple[int, int]]:
     return list(pairwise([*starts, len(request_T)]))
 
 
-@torch.library.custom_op("glm53::index_select", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _index_select(
+Score = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int], Tensor]
+
+
+def select_best(
+    score: Score,
     q_TJG: Tensor,
     weights_TJ: Tensor,
     keys_MG: Tensor,
@@ -154,8 +158,8 @@ def _index_select(
     page_size: int,
     block_stride: int,
 ) -> Tensor:
+    """The kernel. score: fp32 scores [U, num_keys] of some rows of one request, as `scores`."""
     num_heads = q_TJG.shape[1]
-    score = _scores_of_fixed_shape if shapes_are_fixed() else _scores
     ramp_L = torch.arange(index_topk, dtype=torch.int32, device=q_TJG.device)
     # Rows with at most index_topk visible keys keep them all and need no scores.
     logical_TL = torch.where(ramp_L < lengths_T[:, None], ramp_L, -1)
@@ -179,6 +183,32 @@ def _index_select(
             )
             logical_TL[row_ids] = _select(scores_US, lengths_T[row_ids], index_topk)
     return logical_TL
+
+
+@torch.library.custom_op("glm53::index_select", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _index_select(
+    q_TJG: Tensor,
+    weights_TJ: Tensor,
+    keys_MG: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    lengths_T: Tensor,
+    index_topk: int,
+    page_size: int,
+    block_stride: int,
+) -> Tensor:
+    return select_best(
+        _scores_of_fixed_shape if shapes_are_fixed() else scores,
+        q_TJG,
+        weights_TJ,
+        keys_MG,
+        block_table_BP,
+        request_T,
+        lengths_T,
+        index_topk,
+        page_size,
+        block_stride,
+    )
 
 
 @_index_select.register_fake
@@ -247,6 +277,23 @@ def logical_to_physical_ref(
     return physical_TL, (physical_TL >= 0).sum(-1, dtype=torch.int32)
 
 
+def convert(
+    logical_TL: Tensor,
+    block_table_BP: Tensor,
+    request_T: Tensor,
+    page_size: int,
+    block_stride: int,
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `logical_to_physical`: plain operators, which a compiler may fuse."""
+    page_TL = logical_TL // page_size
+    inside_TL = (logical_TL >= 0) & (page_TL < block_table_BP.shape[1])
+    # The table of a million positions is long: its entries are looked up, no row is copied.
+    block_TL = block_table_BP[request_T[:, None].long(), torch.where(inside_TL, page_TL, 0).long()]
+    valid_TL = inside_TL & (block_TL >= 0)
+    physical_TL = torch.where(valid_TL, block_TL * block_stride + logical_TL % page_size, -1)
+    return physical_TL.to(torch.int32), valid_TL.sum(-1, dtype=torch.int32)
+
+
 @torch.library.custom_op("glm53::logical_to_physical", mutates_args=())
 def _logical_to_physical(
     logical_TL: Tensor,
@@ -255,13 +302,7 @@ def _logical_to_physical(
     page_size: int,
     block_stride: int,
 ) -> tuple[Tensor, Tensor]:
-    page_TL = torch.where(logical_TL < 0, -1, logical_TL // page_size)
-    inside_TL = (page_TL >= 0) & (page_TL < block_table_BP.shape[1])
-    table_TP = block_table_BP[request_T.long()]
-    block_TL = table_TP.gather(1, torch.where(inside_TL, page_TL, 0).long())
-    valid_TL = inside_TL & (block_TL >= 0)
-    physical_TL = torch.where(valid_TL, block_TL * block_stride + logical_TL % page_size, -1)
-    return physical_TL.to(torch.int32), valid_TL.sum(-1, dtype=torch.int32)
+    return convert(logical_TL, block_table_BP, request_T, page_size, block_stride)
 
 
 @_logical_to_physical.register_fake
