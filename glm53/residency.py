@@ -23,11 +23,13 @@ from glm53.ops import tiered_sparse_mla
 class FetchPlan:
     """How the rows of a selection become resident, tile by tile; see `tiered_sparse_mla`.
 
-    indices [T, index_topk] int32: hot rows, -1 where nothing is selected. tile_ends, fetch_ends:
+    slots, indices [T, index_topk] int32: the selection in slots of the cache, and in hot rows; -1
+    where nothing is selected. tile_ends, fetch_ends:
     where each tile ends, in rows and in the two lists of copies, sources [F] int64 (slots of the
     cache, on the CPU) and destinations [F] int64 (hot rows).
     """
 
+    slots: Tensor
     indices: Tensor
     tile_ends: list[int]
     sources: Tensor
@@ -95,6 +97,7 @@ class Residency:
             self.hits += distinct.numel() - missing.numel()
             self.misses += missing.numel()
         return FetchPlan(
+            slots_TL,
             indices_TL,
             tile_ends,
             torch.cat(sources).cpu(),
@@ -146,6 +149,7 @@ class HotRows(NamedTuple):
             q_THX,
             host_MX,
             self.rows,
+            plan.slots,
             plan.indices,
             counts_T,
             tile_ends=plan.tile_ends,

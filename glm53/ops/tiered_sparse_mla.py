@@ -5,11 +5,12 @@
         out[tile], lse[tile] = sparse_mla(q[tile], hot, indices[tile])
 
 host_MX [M, X] is the whole cache; hot_ZX [Z, X], its copies on the device, is mutated. q_THX,
-counts_T, value_dim, scale and the results are those of `sparse_mla`; indices_TL int32 are rows of
-the hot set. A tile is rows [previous end, end) of `tile_ends`, its copies are entries [previous
-end, end) of `fetch_ends`, in sources [F] int64 (rows of host_MX; on the CPU) and destinations [F]
-int64 (rows of hot_ZX; on the device). A copy may take the place of a row that earlier tiles read:
-that is why the tiles are the operator's business and not its caller's.
+counts_T, value_dim, scale and the results are those of `sparse_mla`. slots_TL [T, L] int32 are its
+indices, rows of host_MX; indices_TL int32 are the same rows in the hot set. A tile is rows
+[previous end, end) of `tile_ends`, its copies are entries [previous end, end) of `fetch_ends`, in
+sources [F] int64 (rows of host_MX; on the CPU) and destinations [F] int64 (rows of hot_ZX; on the
+device). A copy may take the place of a row that earlier tiles read: that is why the tiles are the
+operator's business and not its caller's.
 
 Bits are those of `sparse_mla` over host_MX: the last one depends on how queries are tiled, so that
 the tiles here only gather, and the attention of both runs in the same tiles.
@@ -33,6 +34,7 @@ def tiered_sparse_mla_ref(
     q_THX: Tensor,
     host_MX: Tensor,
     hot_ZX: Tensor,
+    slots_TL: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     tile_ends: Sequence[int],
@@ -72,6 +74,7 @@ def _tiered_sparse_mla(
     q_THX: Tensor,
     host_MX: Tensor,
     hot_ZX: Tensor,
+    slots_TL: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     tile_ends: Sequence[int],
@@ -84,9 +87,9 @@ def _tiered_sparse_mla(
     starts, firsts = [0, *tile_ends], [0, *fetch_ends]
     current = -1  # the tile whose rows are resident
 
-    def gather(tile: slice, filled_TL: Tensor) -> Tensor:
+    def gather(tile: slice, slots_N: Tensor, places_TL: Tensor) -> Tensor:
         nonlocal current
-        keys_TLX = hot_ZX.new_empty(*filled_TL.shape, hot_ZX.shape[1])
+        keys_NX = hot_ZX.new_zeros(len(slots_N), hot_ZX.shape[1])
         row = tile.start
         while row < tile.stop:
             if current < 0 or row == tile_ends[current]:
@@ -96,12 +99,14 @@ def _tiered_sparse_mla(
                     _fetch(host_MX, sources[part], destinations[part], hot_ZX)
             assert starts[current] <= row < tile_ends[current]
             end = min(tile.stop, tile_ends[current])
-            part = slice(row - tile.start, end - tile.start)
-            keys_TLX[part] = hot_ZX[filled_TL[part]]
+            hot_TL = indices_TL[row:end, : places_TL.shape[1]]
+            valid_TL = hot_TL >= 0
+            places = places_TL[row - tile.start : end - tile.start][valid_TL]
+            keys_NX[places] = hot_ZX[hot_TL[valid_TL].long()]
             row = end
-        return keys_TLX
+        return keys_NX
 
-    return attend(q_THX, indices_TL, counts_T, value_dim, scale, gather)
+    return attend(q_THX, slots_TL, counts_T, value_dim, scale, gather)
 
 
 @_tiered_sparse_mla.register_fake
@@ -109,6 +114,7 @@ def _(
     q_THX: Tensor,
     host_MX: Tensor,
     hot_ZX: Tensor,
+    slots_TL: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     tile_ends: Sequence[int],
@@ -128,6 +134,7 @@ def tiered_sparse_mla(
     q_THX: Tensor,
     host_MX: Tensor,
     hot_ZX: Tensor,
+    slots_TL: Tensor,
     indices_TL: Tensor,
     counts_T: Tensor,
     *,
@@ -147,6 +154,7 @@ def tiered_sparse_mla(
         q_THX,
         host_MX,
         hot_ZX,
+        slots_TL,
         indices_TL,
         counts_T,
         tile_ends,

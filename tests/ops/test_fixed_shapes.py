@@ -14,11 +14,11 @@ def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _attention(row: int | None) -> torch.Tensor:
-    """Row t selects 20 + 3t keys of 200; alone: all other rows select nothing."""
+    """Row t selects 20 + 3t keys of 200, in steps of 1 to 3; alone: all other rows nothing."""
     indices = torch.full((ROWS, 128), -1, dtype=torch.int32)
     for t in range(ROWS):
         if row in (None, t):
-            indices[t, : 20 + 3 * t] = torch.arange(20 + 3 * t) * 2
+            indices[t, : 20 + 3 * t] = torch.arange(20 + 3 * t) * (1 + t % 3)
     counts = (indices >= 0).sum(1, dtype=torch.int32)
     query, rows = _noise(ROWS, 3, 70), _noise(200, 70, seed=1)
     return sparse_mla(query, rows, indices, counts, value_dim=50, scale=0.1)[0]

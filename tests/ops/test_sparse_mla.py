@@ -268,3 +268,47 @@ def test_opcheck_of_the_backward(dtype):
     grads = (torch.randn_like(out), torch.randn_like(lse))
     args = (*grads, q, rows, indices, out, lse, VALUE_DIM, SCALE)
     torch.library.opcheck(torch.ops.glm53.sparse_mla_backward.default, args)
+
+
+def _alike(rows, kept, spread, seed=0):
+    """Each query selects `kept` of the same `spread` slots, queries of a prompt as they are."""
+    g = torch.Generator().manual_seed(seed)
+    drawn = [torch.randperm(spread, generator=g)[:kept].sort().values for _ in range(rows)]
+    return torch.stack(drawn).to(torch.int32)
+
+
+# All in one block; several blocks, a last one that is smaller; too many slots; too few queries.
+@pytest.mark.parametrize(
+    ("rows", "spread", "sharing"),
+    [(64, 40, 64), (150, 40, 150), (37, 60, 37), (64, 300, 0), (15, 21, 0)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_select_alike(rows, spread, sharing, dtype, monkeypatch):
+    indices = _alike(rows, 20, spread)
+    indices[3, 5:], indices[7, :] = -1, -1
+    counts = (indices >= 0).sum(-1, dtype=torch.int32)
+    q, cache = torch.randn(rows, 3, 22).to(dtype), torch.randn(400, 22).to(dtype)
+    cache[spread:] = torch.nan
+    shared, real = [], MODULE._attend_shared
+    monkeypatch.setattr(MODULE, "_attend_shared", lambda *a: shared.append(len(a[0])) or real(*a))
+    out, lse = sparse_mla(q, cache, indices, counts, value_dim=17, scale=0.3)
+    assert sum(shared) == sharing
+    exact, exact_lse = sparse_mla_ref(q.double(), cache.double(), indices, counts, 17, 0.3)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+
+
+def test_nan_in_a_shared_block_reaches_its_own_queries_only():
+    """A broken request's keys among those of a block."""
+    indices = _alike(32, 20, 30)
+    indices[:, -1] = 30  # a slot that everybody shares but queries 4 and 9
+    indices[[4, 9], -1] = torch.tensor([31, 32], dtype=torch.int32)
+    counts = torch.full((32,), 20, dtype=torch.int32)
+    q, cache = torch.randn(32, 3, 22), torch.randn(40, 22)
+    expected, _ = sparse_mla(q, cache, indices, counts, value_dim=17, scale=0.3)
+    cache[31] = torch.nan
+    out, _ = sparse_mla(q, cache, indices, counts, value_dim=17, scale=0.3)
+    assert out[4].isnan().all()
+    others = torch.arange(32) != 4
+    torch.testing.assert_close(out[others], expected[others], rtol=1e-5, atol=1e-5)

@@ -54,16 +54,30 @@ def _case(dtype=torch.float32, seed=0):
         copies += tile.items()
         fetch_ends.append(len(copies))
     sources, destinations = torch.tensor(copies).unbind(1)
-    return q, host, hot, indices, counts, ends, sources, destinations, fetch_ends, VALUE_DIM, SCALE
+    slots = torch.tensor(SELECTED, dtype=torch.int32)
+    return (
+        q,
+        host,
+        hot,
+        slots,
+        indices,
+        counts,
+        ends,
+        sources,
+        destinations,
+        fetch_ends,
+        VALUE_DIM,
+        SCALE,
+    )
 
 
 def _run(case):
     names = ("tile_ends", "sources", "destinations", "fetch_ends", "value_dim", "scale")
-    return tiered_sparse_mla(*case[:5], **dict(zip(names, case[5:], strict=True)))
+    return tiered_sparse_mla(*case[:6], **dict(zip(names, case[6:], strict=True)))
 
 
 def _plain(case):
-    q, host, _, _, counts, *_ = case
+    q, host, _, _, _, counts, *_ = case
     selected = torch.tensor(SELECTED, dtype=torch.int32)
     return sparse_mla(q, host, selected, counts, value_dim=VALUE_DIM, scale=SCALE)
 
@@ -92,7 +106,7 @@ def test_what_is_resident_is_not_fetched():
     """The last but one query again, without copies: the host rows may be gone by then."""
     case = _case()
     _run(case)
-    q, host, hot, _, counts, *_ = case
+    q, host, hot, _, _, counts, *_ = case
     query, selected = q[5:6], torch.tensor(SELECTED[5:6], dtype=torch.int32)
     expected = sparse_mla(query, host, selected, counts[5:6], value_dim=VALUE_DIM, scale=SCALE)
     before = hot.clone()
@@ -100,22 +114,35 @@ def test_what_is_resident_is_not_fetched():
     indices = torch.tensor([[2, 0, 1, -1, -1]], dtype=torch.int32)  # hot rows: 5 6 4 2 22
     none = torch.empty(0, dtype=torch.int64)
     plan = ([1], none, none, [0])
-    got = _run((query, host, hot, indices, counts[5:6], *plan, VALUE_DIM, SCALE))
+    got = _run((query, host, hot, selected, indices, counts[5:6], *plan, VALUE_DIM, SCALE))
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     assert torch.equal(hot, before)
 
 
 def test_no_rows():
-    q, host, hot, indices, counts, *_ = _case()
+    q, host, hot, slots, indices, counts, *_ = _case()
     none = torch.empty(0, dtype=torch.int64)
-    case = (q[:0], host, hot, indices[:0], counts[:0], [], none, none, [], VALUE_DIM, SCALE)
+    case = (
+        q[:0],
+        host,
+        hot,
+        slots[:0],
+        indices[:0],
+        counts[:0],
+        [],
+        none,
+        none,
+        [],
+        VALUE_DIM,
+        SCALE,
+    )
     for out, lse in (_run(case), tiered_sparse_mla_ref(*case)):
         assert out.shape == (0, HEADS, VALUE_DIM) and lse.shape == (0, HEADS)
 
 
 def test_a_slot_past_the_end_raises():
     case = _case()
-    case[6][0] = SLOTS
+    case[7][0] = SLOTS
     with pytest.raises((IndexError, RuntimeError)):
         _run(case)
 
