@@ -70,6 +70,7 @@ class GLM53(nn.Module):
         self._options = EngineOptions(**options)
         self._options.check(self.config, self.dtype, mtp=self._has_mtp)
         self._engine: Engine | None = None
+        self._progress = True  # show a bar while compiling
         self._source: Path | None = None
 
     @classmethod
@@ -113,7 +114,7 @@ class GLM53(nn.Module):
             progress=progress,
         )
         model = cls(network, tokenizer, generation_config=generation_config, **options)
-        model._source = folder
+        model._source, model._progress = folder, progress
         return model.eval()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -159,10 +160,11 @@ class GLM53(nn.Module):
         """The model's engine, made with its cache on first use. All calls share it."""
         if self._engine is None:
             options = self._options
+            cache = options.make_cache(self.network)
             self._engine = Engine(
                 self.network,
                 self.tokenizer,
-                options.make_cache(self.network),
+                cache,
                 eos_ids=self._eos_ids,
                 generation_config=self.generation_config,
                 max_batch_tokens=options.max_batch_tokens,
@@ -170,6 +172,7 @@ class GLM53(nn.Module):
                 prefix_caching=options.prefix_caching,
                 prefix_host_bytes=options.prefix_host_bytes or 0,
                 batch_invariant=options.batch_invariant,
+                compiled=options.compile_network(self.network, cache, progress=self._progress),
             )
         return self._engine
 

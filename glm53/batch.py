@@ -19,9 +19,9 @@ from glm53.residency import FetchPlan
 
 def block_table(pages: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
     """int32 [B, P]: the pages of each request, -1 after its last."""
-    width = max(map(len, pages))
+    width = max(map(len, pages), default=0)
     rows = [[*row, *[-1] * (width - len(row))] for row in pages]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,32 @@ class Batch:
             block_table=block_table([pages for _, _, pages in requests], device),
             page_size=page_size,
             block_stride=page_size,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """T, padding included."""
+        return self.input_ids.shape[0]
+
+    def pad(self, rows: int, requests: int, pages: int) -> "Batch":
+        """At least so many rows, requests and pages per request.
+
+        A padding row is of request 0 and position 0, has no slot and sees nothing.
+        """
+
+        def padded(tensor: Tensor, value: int) -> Tensor:
+            return F.pad(tensor, (0, max(0, rows - self.num_rows)), value=value)
+
+        missing_requests = max(0, requests - self.block_table.shape[0])
+        missing_pages = max(0, pages - self.block_table.shape[1])
+        return replace(
+            self,
+            input_ids=padded(self.input_ids, 0),
+            positions=padded(self.positions, 0),
+            request=padded(self.request, 0),
+            lengths=padded(self.lengths, 0),
+            slots=padded(self.slots, -1),
+            block_table=F.pad(self.block_table, (0, missing_pages, 0, missing_requests), value=-1),
         )
 
     def select(self, rows: Tensor | slice) -> "Batch":

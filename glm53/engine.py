@@ -17,6 +17,7 @@ import torch
 
 from glm53.batch import Batch, Trace
 from glm53.cache import KVCache, PagePool
+from glm53.compile import CompiledNetwork
 from glm53.host_pages import HostPages
 from glm53.model import Transformer
 from glm53.request import Completion, Delta, Request
@@ -97,12 +98,14 @@ class Engine:
         prefix_caching: bool = True,
         prefix_host_bytes: int = 0,
         batch_invariant: bool = False,
+        compiled: CompiledNetwork | None = None,
     ) -> None:
         """eos_ids: end a completion unless ignore_eos. generation_config: defaults of sampling
         parameters. max_batch_tokens: rows of a step; max_running: requests that run at once.
         prefix_caching: share full pages between requests that begin alike; prefix_host_bytes: host
         memory for those that the cache has no room for. batch_invariant: logits of a request are
-        the same bits in any batch and chunking, see `glm53.tiles`."""
+        the same bits in any batch and chunking, see `glm53.tiles`. compiled: computes what
+        `network` computes."""
         self._network = network
         self._tokenizer = tokenizer
         self._cache = cache
@@ -117,7 +120,7 @@ class Engine:
             prefix_caching=prefix_caching,
             host=self._host,
         )
-        self._runner = Runner(network, cache, batch_invariant=batch_invariant)
+        self._runner = Runner(network, cache, batch_invariant=batch_invariant, compiled=compiled)
         self._weights = self._weight_versions()
         self._compiler: ConstraintCompiler | None = None  # made with the first grammar
         self._fingerprint: str | None = None  # of these weights, once it was needed

@@ -2,8 +2,10 @@
 
 import operator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from glm53.cache import (
     PAGE_SIZE,
@@ -14,6 +16,7 @@ from glm53.cache import (
     fitting_tokens,
 )
 from glm53.checkpoint import available_bytes, check_fits
+from glm53.compile import CompileConfig, CompiledNetwork, inductor_cache
 from glm53.config import GLM53Config
 from glm53.model import Transformer
 
@@ -43,6 +46,10 @@ class EngineOptions:
     - `batch_invariant`: logits of `generate` and `score` are the same bits whatever else is
       computed and however it is chunked, for one device, dtype and number of threads. On a CPU
       decoding takes 1.2 to 1.7 times as long, and prompts 4 times.
+    - `compile`: run generation through `torch.compile`: True, or a `CompileConfig`. Everything is
+      compiled on first use, which takes minutes, and never again. Not with `batch_invariant` or
+      `kv_cache_hot_tokens`.
+    - `compile_cache`: a folder that keeps what was compiled for the next process.
 
     ValueError, naming the argument, for a value that is not allowed.
     """
@@ -56,6 +63,8 @@ class EngineOptions:
     prefix_caching: bool = True
     prefix_host_bytes: int | None = None
     batch_invariant: bool = False
+    compile: bool | CompileConfig = False
+    compile_cache: str | Path | None = None
 
     def __post_init__(self) -> None:
         name = self.kv_cache_dtype
@@ -75,6 +84,14 @@ class EngineOptions:
                     f"prefix_host_bytes={self.prefix_host_bytes}: has no use with "
                     "prefix_caching=False"
                 )
+
+        if self.compile is True:
+            object.__setattr__(self, "compile", CompileConfig())
+        if self.compile is not False and not isinstance(self.compile, CompileConfig):
+            raise ValueError(f"compile={self.compile!r}: must be True, False or a CompileConfig")
+        for name in ("batch_invariant", "kv_cache_hot_tokens"):
+            if self.compile and getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)}: not for a compiled model")
 
     def check(self, config: GLM53Config, dtype: torch.dtype, *, mtp: bool) -> None:
         """ValueError where they do not go with a model of this dtype."""
@@ -115,6 +132,23 @@ class EngineOptions:
             device=network.device,
             hot_tokens=self.kv_cache_hot_tokens,
         )
+
+    @torch.inference_mode()
+    def compile_network(
+        self, network: Transformer, cache: KVCache, *, progress: bool
+    ) -> CompiledNetwork | None:
+        """The network compiled for all its entries and batch sizes; None without `compile`."""
+        if not isinstance(self.compile, CompileConfig):
+            return None
+        compiled = CompiledNetwork(network, self.compile)
+        with (
+            inductor_cache(self.compile_cache, network.config, network.device),
+            tqdm(total=compiled.num_graphs, desc="Compiling", disable=not progress) as bar,
+        ):
+            for entry in compiled.warm_up(cache):
+                bar.set_postfix_str(entry)
+                bar.update()
+        return compiled
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the cache of a model of this dtype."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from glm53 import tiles
 from glm53.batch import Batch, Trace, block_table
 from glm53.cache import PAGE_SIZE, KVCache
+from glm53.compile import CompiledNetwork
 from glm53.model import Transformer
 from glm53.request import Request
 from glm53.sampling import Sample, SamplingError, sample, token_logprobs, unusable_rows
@@ -41,10 +42,20 @@ class StepResult:
 
 
 class Runner:
-    """Runs the network, eagerly, in fixed tiles (`batch_invariant`)."""
+    """Runs the network: eagerly, compiled, or in fixed tiles (`batch_invariant`)."""
 
-    def __init__(self, network: Transformer, cache: KVCache, *, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        network: Transformer,
+        cache: KVCache,
+        *,
+        batch_invariant: bool,
+        compiled: CompiledNetwork | None,
+    ) -> None:
+        assert not (batch_invariant and compiled is not None)
         self._network = network
+        self.compiled = compiled
+        self._forward = network if compiled is None else compiled
         self._cache = cache
         self._batch_invariant = batch_invariant
 
@@ -75,13 +86,13 @@ class Runner:
     def _hidden_states(self, batch: Batch, record: Trace | None, replay: Trace | None) -> Tensor:
         if self._batch_invariant:
             return tiles.hidden_states(self._network, self._cache, batch, record, replay)
-        return self._network.model(batch, self._cache, record, replay)
+        return self._forward.model(batch, self._cache, record, replay)
 
     def _logits(self, hidden_TD: Tensor, positions: Sequence[int]) -> Tensor:
         """Of rows at these positions of their requests."""
         if self._batch_invariant:
             return tiles.logits(self._network, hidden_TD, positions)
-        return self._network.lm_head(hidden_TD)
+        return self._forward.lm_head(hidden_TD)
 
     def _replay(self, chunks: list[Chunk]) -> Trace | None:
         """What the rows of a step replay; rows of other requests are free."""
@@ -178,7 +189,7 @@ class Runner:
         # The pages reserved just now are not in the table of the target's forward.
         table_BP = block_table([chunk.request.pages for chunk in chunks], device)
         proposed = propose(
-            self._network,
+            self._forward,
             self._cache,
             replace(batch, block_table=table_BP).select(rows_R),
             hidden_TD[rows_R],

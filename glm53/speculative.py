@@ -23,6 +23,7 @@ from torch import Tensor
 
 from glm53.batch import Batch
 from glm53.cache import KVCache
+from glm53.compile import CompiledNetwork
 from glm53.model import Transformer
 
 
@@ -39,7 +40,7 @@ def num_accepted(sampled_ids: Sequence[int], draft_ids: Sequence[int]) -> int:
 
 
 def propose(
-    network: Transformer,
+    network: Transformer | CompiledNetwork,
     cache: KVCache,
     batch: Batch,
     hidden_TD: Tensor,

@@ -1,0 +1,45 @@
+"""Attention of few rows in plain operators.
+
+`sparse_mla` decides on the host how much of a selection is empty and works through tiles, which
+bounds memory for thousands of rows. For a handful of rows the compiler gathers and converts the
+selected keys in one loop and fuses scale, mask and softmax between the two products. Scores,
+softmax and sums are fp32.
+"""
+
+import torch
+from torch import Tensor, fx
+
+MAX_ROWS = 8
+_TARGETS = (torch.ops.glm53.sparse_mla, torch.ops.glm53.sparse_mla.default)
+
+
+def gathered_mla(
+    q_THX: Tensor,
+    rows_MX: Tensor,
+    indices_TL: Tensor,
+    counts_T: Tensor,
+    value_dim: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`glm53.ops.sparse_mla`. An invalid entry repeats a row that was selected, so that no row is
+    read that nobody selected: there NaN may lie."""
+    valid_T1L = (indices_TL >= 0).unsqueeze(1)
+    indices_TL = torch.where(indices_TL >= 0, indices_TL, indices_TL.amax(-1, keepdim=True))
+    keys_TLX = rows_MX[indices_TL.clamp(min=0)].float()
+    scores_THL = torch.bmm(q_THX.float(), keys_TLX.mT) * scale
+    scores_THL = torch.where(valid_T1L, scores_THL, -torch.inf)
+    lse_TH = scores_THL.logsumexp(-1)
+    out_THC = torch.bmm(scores_THL.softmax(-1), keys_TLX[..., :value_dim]).to(q_THX.dtype)
+    return torch.where((counts_T > 0)[:, None, None], out_THC, 0), lse_TH
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Replaces the operators whose number of rows is static and at most MAX_ROWS; how many."""
+    count = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _TARGETS:
+            rows = node.args[0].meta["example_value"].shape[0]
+            if isinstance(rows, int) and rows <= MAX_ROWS:
+                node.target = gathered_mla
+                count += 1
+    return count
