@@ -179,8 +179,19 @@ class Trace:
 
     @property
     def num_rows(self) -> int:
-        """T; 0 for a trace without a layer."""
-        return next((len(rows) for rows in self._tensors()), 0)
+        """T; 0 for a trace without a layer. ValueError, naming a layer, if they differ."""
+        num_rows: int | None = None
+        for kind in ("selections", "experts"):
+            for layer, rows in getattr(self, kind).items():
+                name = f"{kind}[{layer}]"
+                if not isinstance(rows, Tensor) or rows.dim() != 2:
+                    raise ValueError(f"{name}: must be a tensor with a row for each token")
+                if num_rows is not None and len(rows) != num_rows:
+                    raise ValueError(
+                        f"{name} has {len(rows)} rows, layers before it have {num_rows}"
+                    )
+                num_rows = len(rows)
+        return num_rows or 0
 
     def select(self, rows: Tensor | slice) -> "Trace":
         """That of some rows, by slice or index [R]; for an index of -1 a row of -1."""
@@ -204,7 +215,7 @@ class Trace:
         lengths: rows that each gets, those it holds and then rows of -1; by default those it holds.
         The trace of a completion lacks the row of the last token, so for `model(input_ids)` give
         the lengths of the sequences (their unmasked tokens). A layer that only some hold is free in
-        the others. ValueError: a trace with more rows than its length.
+        the others. ValueError: a trace with more rows than its length, or whose layers differ.
         """
         if lengths is None:
             lengths = [trace.num_rows for trace in traces]
@@ -227,9 +238,6 @@ class Trace:
             }
 
         return Trace(joined("selections"), joined("experts"))
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self.selections.values(), *self.experts.values()]
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> "Trace":
         return Trace(
@@ -277,6 +285,13 @@ class Trace:
                     f"{name}: expert ids must be in [0, {config.n_routed_experts}), or -1 in all "
                     f"of a row; row {t} is {ids_TK[t].tolist()}"
                 )
+            ranked_TK = ids_TK.sort(1).values
+            twice_T = ((ranked_TK[:, 1:] == ranked_TK[:, :-1]) & (ranked_TK[:, 1:] >= 0)).any(1)
+            if twice_T.any():
+                t = int(twice_T.nonzero()[0])
+                raise ValueError(
+                    f"{name}: experts of a row must be distinct; row {t} is {ids_TK[t].tolist()}"
+                )
 
 
 class Recording:
@@ -310,6 +325,8 @@ class Recording:
 def _check_decisions(
     name: str, decisions: Tensor, batch: Batch, width: int, dtype: torch.dtype
 ) -> None:
+    if not isinstance(decisions, Tensor):
+        raise ValueError(f"{name}: must be a tensor, got {type(decisions).__name__}")
     expected = (batch.input_ids.shape[0], width)
     if decisions.shape != expected:
         raise ValueError(f"{name}: shape must be {expected}, got {tuple(decisions.shape)}")

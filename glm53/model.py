@@ -462,6 +462,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Final-norm hidden states [T, D]. ValueError if replay does not fit the batch."""
         if replay is not None:
+            if not isinstance(replay, Trace):
+                raise ValueError(f"replay={replay!r}: must be a Trace")
             replay.check(batch, self.config)
         table = rope_table(batch.positions, self.config)
         x_TD, residual_TD, selection = self.embed_tokens(batch.input_ids), None, None

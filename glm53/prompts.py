@@ -61,11 +61,13 @@ def traces_of(
     replay: Trace | Sequence[Trace | None] | None, count: int | None
 ) -> list[Trace | None]:
     """One for each of `count` prompts; count None: for the only prompt. ValueError if they differ
-    in number."""
+    in number, or are no such thing."""
     if isinstance(replay, Trace | None):
         if replay is not None and count is not None:
             raise ValueError("replay: a list of prompts takes a list of traces, one for each")
         return [replay] * (1 if count is None else count)
+    if not isinstance(replay, Sequence) or isinstance(replay, str):
+        raise ValueError(f"replay={replay!r}: must be a Trace, or a list of them for a list")
     traces = list(replay)
     if count is None or len(traces) != count:
         wanted = "one prompt takes one trace" if count is None else f"there are {count} prompts"

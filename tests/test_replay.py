@@ -305,10 +305,36 @@ def test_what_does_not_fit_is_refused(model):
         own.score([ids, ids], replay=[trace])
     with pytest.raises(ValueError, match="one prompt takes one trace"):
         own.score(ids, replay=[trace])
+    for wrong in (3, {}, "x"):
+        with pytest.raises(ValueError, match=r"replay=.*: must be a Trace"):
+            own.score(ids, replay=wrong)
+        with pytest.raises(ValueError, match=r"prompts\[0\]: replay=.*: must be a Trace"):
+            own.score([ids], replay=[wrong])
+        with pytest.raises(ValueError, match=r"replay=.*: must be a Trace"):
+            own.engine().add(ids, prompt_only=True, replay=wrong)
+        with pytest.raises(ValueError, match=r"replay=.*: must be a Trace"):
+            model(torch.tensor([ids]), replay=wrong)
+    for kind, layer in (("selections", 0), ("selections", 3), ("experts", 2)):
+        for rows in (trace.select(slice(0, 6)), trace.select(slice(0, 8))):
+            ragged = trace.select(slice(0, 9))
+            getattr(ragged, kind)[layer] = getattr(rows, kind)[layer]
+            with pytest.raises(ValueError, match=r"\] has \d rows, layers before it have \d"):
+                own.score(ids, replay=ragged)
+            with pytest.raises(ValueError, match=r"\] has \d rows, layers before it have \d"):
+                Trace.cat([ragged], [9])
+        flat = trace.select(slice(0, 9))
+        for wrong in ([[1]], getattr(flat, kind)[layer].flatten()):
+            getattr(flat, kind)[layer] = wrong
+            with pytest.raises(ValueError, match=rf"{kind}\[{layer}\]: must be a tensor"):
+                own.score(ids, replay=flat)
     with pytest.raises(ValueError, match="replay: only the tokens of a prompt"):
         own.engine().add(ids, replay=trace)
     half = trace.experts[1].clone()
     half[4, 1] = -1
     with pytest.raises(ValueError, match=r"experts\[1\]: .* row 4 is"):
         own.score(ids, replay=Trace(experts={1: half}))
+    twice = trace.experts[1].clone()
+    twice[5, 2] = twice[5, 0]
+    with pytest.raises(ValueError, match=r"experts\[1\]: .* must be distinct; row 5 is"):
+        own.score(ids, replay=Trace(experts={1: twice}))
     assert_idle(own.engine())

@@ -141,6 +141,8 @@ def _with_id(expert):
             Trace({}, {2: _with_id(6)}),
             r"experts\[2\]: .* in \[0, 6\).* row 8 is \[0, 6, 5\]",
         ),
+        (Trace({}, {2: _with_id(5)}), r"experts\[2\]: .* distinct; row 8 is \[0, 5, 5\]"),
+        (Trace({}, {2: [[0, 2, 5]]}), r"experts\[2\]: must be a tensor, got list"),
         (Trace({}, {2: _with_id(-1)}), r"experts\[2\]: expert ids .* row 8 is \[0, -1, 5\]"),
     ],
 )
