@@ -241,6 +241,3 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)
-
-    def references(self, page: int) -> int:
-        return self._references[page]

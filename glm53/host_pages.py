@@ -28,11 +28,6 @@ class HostPages:
         )
         self.bytes_saved = self.bytes_loaded = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated."""
-        return self._slots.nbytes
-
     def save(self, page: int, slot: int, kind: bool) -> None:
         """Copy a page to a slot. kind: does it carry the MTP layer's rows."""
         num_bytes = self._cache.page_bytes(mtp=kind)

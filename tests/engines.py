@@ -108,7 +108,7 @@ def audit(engine: Engine) -> None:
     assert not any(request.pages for request in scheduler.waiting)
     for request in scheduler.running:
         assert len(request.pages) == len(set(request.pages))
-    assert [pool.references(page) for page in range(pool.num_pages)] == [
+    assert [pool._references[page] for page in range(pool.num_pages)] == [
         held[page] for page in range(pool.num_pages)
     ]
     assert pool.num_free == pool.num_pages - len(held)

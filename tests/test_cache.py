@@ -161,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         held = [page for pages in self.holders for page in pages]
         for page in range(self.size):
-            assert self.pool.references(page) == held.count(page)
+            assert self.pool._references[page] == held.count(page)
         assert self.pool.num_free == self.size - len(set(held))
 
 

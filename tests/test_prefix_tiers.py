@@ -78,7 +78,7 @@ def _poison(engine, pages):
 def _poison_free(engine):
     """NaN into every page that neither a request nor the prefix tree holds."""
     pool = engine.pool
-    _poison(engine, [page for page in range(pool.num_pages) if not pool.references(page)])
+    _poison(engine, [page for page in range(pool.num_pages) if not pool._references[page]])
 
 
 def _poison_saved(engine):
@@ -166,7 +166,7 @@ def test_a_slot_is_all_bytes_of_a_page(mtp):
         tensor.normal_()
     before = [tensor.clone() for tensor in tensors]
     host = HostPages(cache, 2 * PAGE_BYTES[True] + 100)
-    assert host.capacity == 2 and host.nbytes == 2 * PAGE_BYTES[True]
+    assert host.capacity == 2 and host._slots.nbytes == 2 * PAGE_BYTES[True]
     host._slots.fill_(0xFF)
     host.save(1, 1, mtp)
     for tensor in tensors:

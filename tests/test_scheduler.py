@@ -36,7 +36,7 @@ def _audit(scheduler: Scheduler) -> None:
     held = [page for request in scheduler.running for page in request.pages]
     assert len(held) == len(set(held))
     assert not any(request.pages for request in scheduler.waiting)
-    references = [pool.references(page) for page in range(pool.num_pages)]
+    references = [pool._references[page] for page in range(pool.num_pages)]
     assert references == [int(page in held) for page in range(pool.num_pages)]
     assert pool.num_free == pool.num_pages - len(held)
 
