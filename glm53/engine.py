@@ -32,8 +32,10 @@ from glm53.sampling import (
     constraint_of,
 )
 from glm53.scheduler import Chunk, Scheduler
+from glm53.tiles import conditions
 from glm53.tokenizer import Tokenizer
-from glm53.transfer import export_pages, import_pages, weight_fingerprint
+from glm53.transfer import check_file, export_pages, import_pages
+from glm53.weights import WeightSnapshot, weight_fingerprint
 
 _DEFAULT_DRAFTS = 5  # the recipe of GLM-5.2 and 5.3
 
@@ -121,7 +123,8 @@ class Engine:
             host=self._host,
         )
         self._runner = Runner(network, cache, batch_invariant=batch_invariant, compiled=compiled)
-        self._weights = self._weight_versions()
+        self._batch_invariant = batch_invariant
+        self._weights = WeightSnapshot(network)  # that the shared pages were computed with
         self._compiler: ConstraintCompiler | None = None  # made with the first grammar
         self._fingerprint: str | None = None  # of these weights, once it was needed
         self.stats = EngineStats()
@@ -282,11 +285,15 @@ class Engine:
         """Write the cache pages that a prompt fills, for `import_prefix` of an engine elsewhere
         with the same weights; computes what is missing. Returns how many tokens they hold.
 
-        file: binary and blocking, a pipe will do. mtp: pages for requests that speculate, which
-        others cannot use, nor the other way round; default: if the checkpoint has an MTP layer.
+        file: binary and blocking, a pipe will do. The first call after the weights were loaded or
+        changed reads all of them once, see `weight_fingerprint`. mtp: pages for requests that
+        speculate, which others cannot use, nor the other way round; default: if the checkpoint has
+        an MTP layer.
 
-        ValueError: no prefix caching, no MTP layer, or a prompt that `add` refuses.
+        ValueError: no prefix caching, no MTP layer, a prompt that `add` refuses, or a file that
+        does not take bytes.
         """
+        check_file(file, "write")
         has_mtp = self._network.mtp_layer_idx is not None
         mtp = has_mtp if mtp is None else mtp
         if mtp and not has_mtp:
@@ -302,8 +309,16 @@ class Engine:
         finally:
             self.cancel(request_id)
         with self._exclusive(), torch.inference_mode():
-            weights = self._weights_id()
-            return export_pages(file, self.scheduler, self._cache, weights, tokens, mtp=mtp)
+            self._drop_stale_prefixes()
+            return export_pages(
+                file,
+                self.scheduler,
+                self._cache,
+                self._weights_id(),
+                self._conditions(),
+                tokens,
+                mtp=mtp,
+            )
 
     @torch.inference_mode()
     def import_prefix(self, file: BinaryIO) -> int:
@@ -311,11 +326,14 @@ class Engine:
 
         Returns how many tokens it holds. The pages enter together, when all have been checked; old
         ones are evicted as for a request. file: binary and blocking, read up to the prefix's end.
+        Until that has arrived the engine does nothing else: read a slow stream into memory first.
 
         ValueError, naming what is wrong: no prefix caching; a damaged stream, or one from other
-        weights, another layout or dtype, or with more pages than the cache. MemoryError: running
-        requests leave no room.
+        weights, another layout or dtype, or with more pages than the cache; with batch_invariant
+        also one from an engine without it, or whose results have other bits (device, threads,
+        version of torch). MemoryError: running requests leave no room.
         """
+        check_file(file, "read")
         self._check_prefix_caching()
         with self._exclusive():
             if self._depth > 1:
@@ -324,7 +342,12 @@ class Engine:
             vocab_size = self._network.config.vocab_size
             try:
                 return import_pages(
-                    file, self.scheduler, self._cache, self._weights_id(), vocab_size=vocab_size
+                    file,
+                    self.scheduler,
+                    self._cache,
+                    self._weights_id(),
+                    self._conditions(),
+                    vocab_size=vocab_size,
                 )
             finally:
                 self._count_pages()
@@ -337,6 +360,9 @@ class Engine:
         if self._fingerprint is None:
             self._fingerprint = weight_fingerprint(self._network)
         return self._fingerprint
+
+    def _conditions(self) -> dict[str, str | int] | None:
+        return conditions(self._network.device) if self._batch_invariant else None
 
     @torch.inference_mode()
     def _advance(self) -> list[tuple[Request, Delta]]:
@@ -366,8 +392,8 @@ class Engine:
             return wanted
 
     def _step(self) -> list[tuple[Request, Delta]]:
-        # One that is admitted now may start from shared pages.
-        if self.scheduler.waiting and len(self.scheduler.running) < self.scheduler.max_running:
+        # One that is admitted now, also in place of a preempted one, may start from shared pages.
+        if self.scheduler.waiting:
             self._drop_stale_prefixes()
         chunks = self.scheduler.schedule()
         if not chunks:
@@ -401,6 +427,8 @@ class Engine:
 
     def _fitted(self, replay: Trace, prompt_ids: list[int], prompt_only: bool) -> Trace:
         """A row for every token of the prompt, on the network's device; ValueError if it cannot."""
+        if not isinstance(replay, Trace):
+            raise ValueError(f"replay={replay!r}: must be a Trace")
         if not prompt_only:
             raise ValueError("replay: only the tokens of a prompt are replayed (prompt_only)")
         length = len(prompt_ids)
@@ -419,9 +447,12 @@ class Engine:
 
         Happens by itself after a parameter or buffer was written in place, replaced or given other
         `.data`. It must be called after writes that no version counter sees: through
-        `parameter.data` (`parameter.data.copy_(...)`), and by optimizers with `fused=True`.
+        `parameter.data` (`parameter.data.copy_(...)`) and other tensors of the same memory, by
+        optimizers with `fused=True`, and to inference tensors (weights that were loaded or made
+        inside `torch.inference_mode()`). The next export or import then reads the weights anew.
         """
         with self._exclusive():
+            self._weights, self._fingerprint = WeightSnapshot(self._network), None
             self.scheduler.drop_prefixes()
 
     def _count_pages(self) -> None:
@@ -433,15 +464,8 @@ class Engine:
 
     def _drop_stale_prefixes(self) -> None:
         """Keys computed with other weights are no prefix of anything."""
-        weights = self._weight_versions()
-        if weights != self._weights:
-            self._weights, self._fingerprint = weights, None
-            self.scheduler.drop_prefixes()
-
-    def _weight_versions(self) -> int:
-        """Changes when a parameter or buffer is written in place or replaced."""
-        tensors = itertools.chain(self._network.parameters(), self._network.buffers())
-        return hash(tuple((id(t), t.data_ptr(), t._version) for t in tensors))
+        if not self._weights.matches(self._network):
+            self.drop_prefixes()
 
     def _accept(self, chunk: Chunk, samples: list[Sample]) -> list[tuple[Request, Delta]]:
         request = chunk.request

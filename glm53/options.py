@@ -44,8 +44,9 @@ class EngineOptions:
     - `prefix_host_bytes`: host memory (pinned beside a GPU) for shared pages that were evicted
       from the cache; default none.
     - `batch_invariant`: logits of `generate` and `score` are the same bits whatever else is
-      computed and however it is chunked, for one device, dtype and number of threads. On a CPU
-      decoding takes 1.2 to 1.7 times as long, and prompts 4 times.
+      computed and however it is chunked, for one device, dtype, number of threads and version of
+      torch; prefixes from elsewhere are refused where these differ. On a CPU decoding takes 1.2
+      to 1.7 times as long, and prompts 4 times.
     - `compile`: run generation through `torch.compile`: True, or a `CompileConfig`. Everything is
       compiled on first use, which takes minutes, and never again. Not with `batch_invariant` or
       `kv_cache_hot_tokens`.

@@ -24,6 +24,20 @@ from glm53.ops import fixed_shapes
 TILE_ROWS = 16
 
 
+def conditions(device: torch.device) -> dict[str, str | int]:
+    """What the bits of a row depend on besides weights, dtypes and tokens."""
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
+    )
+    return {
+        "device": kind,
+        "number of threads": torch.get_num_threads(),
+        "version of torch": str(torch.__version__),
+    }
+
+
 def pack(requests: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
     """Tiles of TILE_ROWS row numbers, -1 for padding.
 

@@ -7,7 +7,8 @@ All numbers are little-endian; nothing is unpickled.
     header length    uint32
     header CRC-32    uint32, of the header
     header           JSON object: `layout` (byte order, dtype, page size, rows of each layer),
-                     `weights` (see `weight_fingerprint`), `mtp`, `num_pages`
+                     `weights` (see `weight_fingerprint`), `batch invariant` (null, or what the
+                     bits depend on, see `tiles.conditions`), `mtp`, `num_pages`
     token ids        uint32 each: page size * num_pages, and one more if there are pages and `mtp`
     CRC-32           uint32, of the token ids, continuing that of the header
     num_pages times
@@ -19,7 +20,7 @@ The sums continue each other, so a page in another's place is found as a changed
 ends with its last page; another may follow.
 """
 
-import hashlib
+import io
 import json
 import struct
 import sys
@@ -31,32 +32,16 @@ import torch
 from torch import Tensor
 
 from glm53.cache import PAGE_SIZE, KVCache
-from glm53.model import Transformer
 from glm53.scheduler import Scheduler
 
 MAGIC = b"glm53kv\x01"
 _MAX_HEADER = 1 << 16  # bytes; one row of numbers for each layer
-_SAMPLED_ROWS = 8
 
 
-@torch.inference_mode()
-def weight_fingerprint(network: Transformer) -> str:
-    """SHA-256, in hexadecimal, by which two instances tell if they have the same weights.
-
-    Covers the configuration; name, dtype and shape of every parameter and buffer; all values of
-    those with one dimension (norms, router biases); and 8 rows of every other, evenly spaced from
-    the first to the last. What differs in other rows only is not noticed.
-    """
-    digest = hashlib.sha256(json.dumps(network.config.to_dict(), sort_keys=True).encode())
-    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.dim() > 1:
-            rows = tensor.flatten(0, -2)
-            count = min(_SAMPLED_ROWS, len(rows))
-            tensor = rows[[i * (len(rows) - 1) // max(1, count - 1) for i in range(count)]]
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(data.numpy().tobytes())
-    return digest.hexdigest()
+def check_file(file: BinaryIO, method: str) -> None:
+    """ValueError unless it is a binary file with that method, "read" or "write"."""
+    if isinstance(file, io.TextIOBase) or not callable(getattr(file, method, None)):
+        raise ValueError(f"file={file!r}: must be binary, with `{method}`")
 
 
 def _layout(cache: KVCache, mtp: bool) -> dict[str, Any]:
@@ -77,13 +62,15 @@ def export_pages(
     scheduler: Scheduler,
     cache: KVCache,
     weights: str,
+    conditions: dict[str, str | int] | None,
     tokens: Sequence[int],
     *,
     mtp: bool,
 ) -> int:
     """Write the pages that `tokens` fill, which have just been computed; their number of tokens.
 
-    weights: the fingerprint; mtp: pages of which kind.
+    weights: the fingerprint; conditions: under which the pages are batch-invariant, None if they
+    are not; mtp: pages of which kind.
     """
     assert scheduler.prefix is not None
     num_pages = (len(tokens) - mtp) // PAGE_SIZE
@@ -93,6 +80,7 @@ def export_pages(
     header = {
         "layout": _layout(cache, mtp),
         "weights": weights,
+        "batch invariant": conditions,
         "mtp": mtp,
         "num_pages": num_pages,
     }
@@ -115,14 +103,22 @@ def export_pages(
 
 
 def import_pages(
-    file: BinaryIO, scheduler: Scheduler, cache: KVCache, weights: str, *, vocab_size: int
+    file: BinaryIO,
+    scheduler: Scheduler,
+    cache: KVCache,
+    weights: str,
+    conditions: dict[str, str | int] | None,
+    *,
+    vocab_size: int,
 ) -> int:
     """Enter what `export_pages` wrote into the prefix tree, all of it or nothing; its tokens.
 
-    weights: the fingerprint of the reader's own. ValueError, naming what differs: no such stream, a
-    damaged one, one from another layout or other weights, or with more pages than the whole cache.
+    weights: the fingerprint of the reader's own; conditions: those under which its results are
+    batch-invariant, None if they need not be. ValueError, naming what differs: no such stream, a
+    damaged one, one from another layout, other weights or conditions, or with more pages than the
+    whole cache.
     """
-    reader = _PrefixReader(file, cache, weights, vocab_size)
+    reader = _PrefixReader(file, cache, weights, conditions, vocab_size)
 
     def fill(page: int | None) -> None:
         content = reader.read_page()
@@ -136,7 +132,14 @@ def import_pages(
 class _PrefixReader:
     """A stream, checked piece by piece against the cache and the weights that it is for."""
 
-    def __init__(self, file: BinaryIO, cache: KVCache, weights: str, vocab_size: int) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        cache: KVCache,
+        weights: str,
+        conditions: dict[str, str | int] | None,
+        vocab_size: int,
+    ) -> None:
         """Reads up to the first page."""
         self._file = file
         if self._read(len(MAGIC), "magic") != MAGIC:
@@ -147,7 +150,7 @@ class _PrefixReader:
         encoded = self._read(length, "header")
         self._checksum = 0
         self._check(encoded, struct.pack("<I", checksum), "header")
-        self.mtp, self.num_pages = _check_header(encoded, cache, weights)
+        self.mtp, self.num_pages = _check_header(encoded, cache, weights, conditions)
         num_tokens = _num_tokens(self.num_pages, self.mtp)
         ids = self._read(4 * num_tokens, "token ids")
         self._check(ids, self._read(4, "token ids"), "token ids")
@@ -198,7 +201,12 @@ class _PrefixReader:
                 raise ValueError("the stream is followed by bytes that belong to none")
 
 
-def _check_header(encoded: bytearray, cache: KVCache, weights: str) -> tuple[bool, int]:
+def _check_header(
+    encoded: bytearray,
+    cache: KVCache,
+    weights: str,
+    conditions: dict[str, str | int] | None,
+) -> tuple[bool, int]:
     """`mtp` and `num_pages`, when everything fits. The sum is right, but anybody can sum."""
     try:
         header = json.loads(encoded.decode())
@@ -220,9 +228,26 @@ def _check_header(encoded: bytearray, cache: KVCache, weights: str) -> tuple[boo
             f"weights: the stream is of a model with fingerprint {header.get('weights')!r}, this "
             f"one has {weights!r}"
         )
+    if conditions is not None:
+        _check_conditions(header.get("batch invariant"), conditions)
     if num_pages > cache.num_pages:
         raise ValueError(f"the stream has {num_pages} pages, the whole cache {cache.num_pages}")
     return mtp, num_pages
+
+
+def _check_conditions(theirs: Any, ours: dict[str, str | int]) -> None:
+    """The promise of batch_invariant covers pages from elsewhere too."""
+    if not isinstance(theirs, dict):
+        raise ValueError(
+            "batch_invariant: the stream is of an engine without it, its pages may differ in their "
+            "last bits from those of this one"
+        )
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f"batch_invariant: bits depend on the {name}; the stream has {theirs.get(name)!r}, "
+                f"this engine {value!r}"
+            )
 
 
 def _num_tokens(num_pages: int, mtp: bool) -> int:
@@ -232,4 +257,10 @@ def _num_tokens(num_pages: int, mtp: bool) -> int:
 def _write(file: BinaryIO, content: bytes) -> None:
     rest = memoryview(content)
     while rest:  # a pipe takes what it has room for
-        rest = rest[file.write(rest) :]
+        try:
+            count = file.write(rest)
+        except TypeError as error:
+            raise ValueError(f"file={file!r}: must be binary: {error}") from error
+        if not count:
+            raise ValueError(f"the file took {count} of {len(rest)} bytes: open it blocking")
+        rest = rest[count:]

@@ -7,6 +7,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from pathlib import Path
@@ -18,7 +19,8 @@ import glm53
 from glm53 import GLM53, SamplingParams
 from glm53.cache import PAGE_SIZE
 from glm53.config import GLM53Config
-from glm53.transfer import MAGIC, weight_fingerprint
+from glm53.transfer import MAGIC
+from glm53.weights import weight_fingerprint
 from tests.engines import assert_idle, greedy, prompts_of, tiny_model, with_engine
 
 NANO = Path(glm53.__file__).parent / "data" / "nano"
@@ -284,8 +286,30 @@ def test_files_that_are_no_such_streams(model):
     own = with_engine(model)
     _refused(own, b"GGUF" + bytes(100), "not a stream of cache pages, or one of another version")
     _refused(own, b"glm53kv\x02" + bytes(100), "another version")
-    with pytest.raises(ValueError, match="gave str: open it binary"):
-        own.import_prefix(io.StringIO("glm53kv"))
+    for file in (io.StringIO("glm53kv"), 3, None):
+        with pytest.raises(ValueError, match=r"file=.*: must be binary, with `read`"):
+            own.import_prefix(file)
+
+
+def test_files_that_take_no_bytes(model, prompt, tmp_path):
+    own = with_engine(model)
+    for file in (io.StringIO(), 3, None):
+        with pytest.raises(ValueError, match=r"file=.*: must be binary, with `write`"):
+            own.export_prefix(prompt, file)
+    assert own.engine().stats.rows == 0, "refused before it is computed"
+    with (
+        tempfile.NamedTemporaryFile("w", dir=tmp_path) as file,
+        pytest.raises(ValueError, match="must be binary"),
+    ):
+        own.export_prefix(prompt, file)
+
+    class Full(Pipe):
+        def write(self, piece):
+            return None
+
+    with pytest.raises(ValueError, match=r"the file took None of \d+ bytes: open it blocking"):
+        own.export_prefix(prompt, Full())
+    assert_idle(own.engine())
 
 
 def test_without_prefix_caching_there_is_nothing_to_move(model, prompt, stream):
@@ -313,6 +337,8 @@ def test_other_weights_are_noticed(stream):
             layer.mlp.gate.e_score_correction_bias[3:4],
             layer.self_attn.q_b_proj.weight[0, :1],
             layer.mlp.experts.down_proj[-1, -1, -1:],
+            layer.self_attn.o_proj.weight[5, 5:6],
+            model.network.lm_head.weight[77, 3:4],
         ):
             tensor += 0.5
             assert weight_fingerprint(model.network) != before
@@ -323,6 +349,62 @@ def test_other_weights_are_noticed(stream):
     assert len(own.engine().scheduler.prefix) == 0
     other = tiny_model(overrides={"rope_theta": 20_000.0})
     assert isinstance(other.config, GLM53Config) and weight_fingerprint(other.network) != before
+
+
+def test_weights_written_through_data_are_noticed_once_it_is_said(stream):
+    model = tiny_model()
+    own = with_engine(model)
+    assert own.import_prefix(io.BytesIO(stream)) == 128
+    for parameter in model.parameters():
+        parameter.data.mul_(1.05)
+    own.engine().drop_prefixes()
+    with pytest.raises(ValueError, match="weights: the stream is of a model with fingerprint"):
+        own.import_prefix(io.BytesIO(stream))
+    assert_idle(own.engine())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_update_at_the_end_of_an_export(prompt, known):
+    """Pages of the old weights do not go out under the new ones' fingerprint, nor any other."""
+    model = tiny_model()
+    own = with_engine(model)
+    if known:
+        own.export_prefix(prompts_of(70, seed=3)[0], io.BytesIO(), mtp=False)
+    engine = own.engine()
+    advance = engine.advance
+
+    def advance_and_update():
+        advance()
+        with torch.no_grad():
+            model.network.model.norm.weight += 0.5
+
+    engine.advance = advance_and_update
+    file = io.BytesIO()
+    with pytest.raises(RuntimeError, match="the weights changed while the prefix was computed"):
+        own.export_prefix(prompt, file, mtp=False)
+    assert not file.getvalue()
+
+
+def test_only_batch_invariant_pages_for_a_batch_invariant_engine(model, prompt, stream):
+    invariant = with_engine(model, batch_invariant=True)
+    _refused(invariant, stream, "batch_invariant: the stream is of an engine without it")
+    file = io.BytesIO()
+    with_engine(model, batch_invariant=True).export_prefix(prompt, file, mtp=False)
+    content = file.getvalue()
+    (length,) = struct.unpack_from("<I", content, len(MAGIC))
+    conditions = json.loads(content[16 : 16 + length])["batch invariant"]
+    for name in ("device", "number of threads", "version of torch"):
+        other = _with_header(content, **{"batch invariant": conditions | {name: "another"}})
+        _refused(invariant, other, f"bits depend on the {name}; the stream has 'another', this")
+    for value in ({}, [], True):
+        other = _with_header(content, **{"batch invariant": value})
+        _refused(invariant, other, "batch_invariant: ")
+    assert with_engine(model).import_prefix(io.BytesIO(content)) == 128
+    assert invariant.import_prefix(io.BytesIO(content)) == 128
+    longer, params = [*prompt, 9], SamplingParams.override(PLAIN, logprobs=2)
+    cold = with_engine(model, batch_invariant=True, prefix_caching=False).generate(longer, params)
+    warm = invariant.generate(longer, params)
+    assert warm.metrics.cached_tokens == 128 and warm.logprobs == cold.logprobs
 
 
 # Two processes, and the embedded model.

@@ -1,5 +1,8 @@
 """Weights written in place: nothing that was computed with the old ones is handed to a request."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -85,6 +88,109 @@ def test_every_way_of_writing_is_seen(update):
     assert_idle(model.engine())
 
 
+def _o_proj(network):
+    return network.model.layers[0].self_attn.o_proj
+
+
+def _new_data(network, factor):
+    weight = _o_proj(network).weight
+    weight.data = weight.detach() * factor
+
+
+def _new_parameter(network, factor):
+    _o_proj(network).weight = torch.nn.Parameter(_o_proj(network).weight.detach() * factor)
+
+
+def _new_parameter_of_the_same_memory(network, factor):
+    """Its version counter starts anew, so that every such update ends at the same version."""
+    _o_proj(network).weight = torch.nn.Parameter(_o_proj(network).weight.data)
+    _o_proj(network).weight.mul_(factor)
+
+
+def _vector(network, factor):
+    vector = torch.nn.utils.parameters_to_vector(network.parameters())
+    torch.nn.utils.vector_to_parameters(vector * factor, network.parameters())
+
+
+def _new_buffer(network, factor):
+    gate = network.model.layers[1].mlp.gate
+    gate.e_score_correction_bias = gate.e_score_correction_bias * factor
+
+
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize(
+    "update",
+    [_new_data, _new_parameter, _new_parameter_of_the_same_memory, _vector, _new_buffer],
+)
+def test_recycled_ids_and_addresses_are_seen(update, times):
+    """Several updates between two generations: what is new takes the place of what is gone."""
+    model = tiny_model()
+    (prompt,) = prompts_of(130)
+    for factor in (1.01, 0.98) * 4:
+        model.generate(prompt, PARAMS)
+        assert model.generate(prompt, PARAMS).metrics.cached_tokens == 128
+        with torch.no_grad():
+            for _ in range(times):
+                update(model.network, factor)
+        assert model.generate(prompt, PARAMS).metrics.cached_tokens == 0
+
+
+def test_replaced_weights_are_not_kept_alive():
+    model = tiny_model()
+    model.generate(prompts_of(130)[0], PARAMS)
+    weight = _o_proj(model.network).weight
+    gone = [weakref.ref(weight), weakref.ref(weight.untyped_storage())]
+    del weight
+    _new_parameter(model.network, 1.5)
+    weight = _o_proj(model.network).weight
+    gone.append(weakref.ref(weight.untyped_storage()))
+    weight.data = weight.data * 2
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+
+
+def test_tensors_may_still_be_swapped():
+    """torch swaps no tensor that has weak references."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = tiny_model()
+        (prompt,) = prompts_of(130)
+        model.generate(prompt, PARAMS)
+        model.load_state_dict({n: t * 1.5 for n, t in model.state_dict().items()})
+        assert model.generate(prompt, PARAMS).metrics.cached_tokens == 0
+        assert model.generate(prompt, PARAMS).metrics.cached_tokens == 128
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def test_weights_made_in_inference_mode():
+    """They have no version counter, and are generated from as others; replaced ones are seen."""
+    (prompt,) = prompts_of(130)
+    with torch.inference_mode():
+        model = tiny_model()
+    assert _o_proj(model.network).weight.is_inference()
+    completion = model.generate(prompt, PARAMS)
+    assert completion.token_ids == tiny_model().generate(prompt, PARAMS).token_ids
+    assert model.generate(prompt, PARAMS).metrics.cached_tokens == 128
+    with torch.inference_mode():
+        _new_parameter(model.network, 1.5)
+    assert model.generate(prompt, PARAMS).metrics.cached_tokens == 0
+    with torch.inference_mode():
+        _o_proj(model.network).weight.mul_(1.5)
+    model.engine().drop_prefixes()
+    assert model.generate(prompt, PARAMS).metrics.cached_tokens == 0
+
+
+def test_ordinary_weights_written_in_inference_mode():
+    model = tiny_model()
+    (prompt,) = prompts_of(130)
+    model.generate(prompt, PARAMS)
+    with torch.inference_mode():
+        _o_proj(model.network).weight.mul_(1.5)
+    assert model.generate(prompt, PARAMS).metrics.cached_tokens == 0
+
+
 def _write_through_data(network):
     network.model.embed_tokens.weight.data.mul_(1.5)
 
@@ -120,6 +226,29 @@ def test_a_request_that_waited_during_the_update():
     for found, wanted in zip(completion.logprobs, fresh.logprobs, strict=True):
         assert found.keys() == wanted.keys()
         assert all(abs(found[i] - wanted[i]) < 1e-5 for i in found)
+    assert_idle(engine)
+
+
+def test_checked_also_where_as_many_run_as_may():
+    """A preemption in the step may make room for one that waits."""
+    model = tiny_model()
+    own = with_engine(model, max_running=2, kv_cache_tokens=64 * 7)
+    engine = own.engine()
+    small, *large = prompts_of(70, 120, 185)
+    own.generate(small, PARAMS)
+    growing = SamplingParams.override(PARAMS, max_new_tokens=60)
+    for prompt in large:
+        engine.add(prompt, growing)
+    engine.step()
+    late = engine.add(small, PARAMS)
+    with torch.no_grad():
+        _copy_one(model.network)
+    checked = []
+    matches = engine._weights.matches
+    engine._weights.matches = lambda network: checked.append(matches(network)) or checked[-1]
+    engine.step()
+    assert len(engine.scheduler.running) == 2 and checked == [False]
+    assert engine.run()[late][0].metrics.cached_tokens == 0
     assert_idle(engine)
 
 
