@@ -5,6 +5,7 @@ Everything that generates stands on it: `generate`, `stream`, `score`. It owns t
 
 import functools
 import itertools
+import logging
 import operator
 import threading
 from collections import deque
@@ -21,11 +22,10 @@ from glm53.compile import CompiledNetwork
 from glm53.host_pages import HostPages
 from glm53.model import Transformer
 from glm53.request import Completion, Delta, Request
-from glm53.runner import Runner
+from glm53.runner import Runner, StepResult
 from glm53.sampling import (
     Constraint,
     ConstraintCompiler,
-    Sample,
     SamplerState,
     SamplingError,
     SamplingParams,
@@ -36,6 +36,8 @@ from glm53.tiles import conditions
 from glm53.tokenizer import Tokenizer
 from glm53.transfer import check_file, export_pages, import_pages
 from glm53.weights import WeightSnapshot, weight_fingerprint
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_DRAFTS = 5  # the recipe of GLM-5.2 and 5.3
 
@@ -172,12 +174,21 @@ class Engine:
             return None
         if self._tokenizer is None:
             raise ValueError(f"{asked[0]}: the model was loaded without a tokenizer")
+        return self._grammars(self._tokenizer).start(params)
+
+    def check_grammar(self, lark: str) -> None:
+        """ValueError, in one line, if this is no grammar or no text fits it."""
+        assert self._tokenizer is not None
+        self._grammars(self._tokenizer).check(lark)
+
+    def _grammars(self, tokenizer: Tokenizer) -> ConstraintCompiler:
         if self._compiler is None:
+            encode = functools.partial(tokenizer.encode, allow_special=False)
             vocab_size = self._network.config.vocab_size
             self._compiler = ConstraintCompiler(
-                self._tokenizer.to_json(), vocab_size, self._eos_ids
+                tokenizer.to_json(), encode, vocab_size, self._eos_ids
             )
-        return self._compiler.start(params)
+        return self._compiler
 
     def add(
         self,
@@ -371,11 +382,12 @@ class Engine:
                 raise RuntimeError(
                     "a step within a call of the engine, by an on_delta callback or a module hook"
                 )
+            news: list[tuple[Request, Delta]] = []
             try:
-                news = self._step()
-            finally:
+                self._step(news)
+            finally:  # an interrupt must not lose what was accepted before it
                 self._count_pages()
-            self._post(news)
+                self._post(news)
             self._deliver()
             return news
 
@@ -391,13 +403,13 @@ class Engine:
                     self._for_step.append(delta)
             return wanted
 
-    def _step(self) -> list[tuple[Request, Delta]]:
+    def _step(self, news: list[tuple[Request, Delta]]) -> None:
         # One that is admitted now, also in place of a preempted one, may start from shared pages.
         if self.scheduler.waiting:
             self._drop_stale_prefixes()
         chunks = self.scheduler.schedule()
         if not chunks:
-            return []
+            return
         result = self._runner.run(chunks, self.scheduler.reserve)
         self.stats.steps += 1
         self.stats.rows += result.num_rows
@@ -405,25 +417,19 @@ class Engine:
         traffic = self._cache.hot_traffic
         self.stats.hot_hits, self.stats.hot_misses, self.stats.fetched_bytes = traffic
 
-        # Until here a step that raises has changed no request, and the next one repeats it.
-        news: list[tuple[Request, Delta]] = []
+        # Until here a step that raises has changed no request, and the next one repeats it. From
+        # here what raises ends the request that it belongs to, and no other.
         for chunk, first_row in zip(chunks, result.first_rows, strict=True):
             request = chunk.request
-            outcome = result.outcomes.get(request)
-            if result.record is not None:
-                accepted = len(outcome) - 1 if isinstance(outcome, list) else 0
-                request.record(result.record, first_row, chunk.count + accepted)
-            request.num_computed += chunk.count
-            request.drafts = result.drafts.get(request, [])
-            if isinstance(outcome, SamplingError):
-                news.append((request, request.finish("error", str(outcome))))
-            elif outcome is not None:
-                news += self._accept(chunk, outcome)
-            elif request.prompt_only and request.num_remaining == 0:
-                news.append((request, request.finish("length")))
-            if not isinstance(outcome, SamplingError):
+            try:
+                self._accept(chunk, first_row, result, news)
+            except SamplingError as error:
+                news.append((request, request.fail(str(error))))
+            except Exception as error:
+                logger.exception("request %d ends with an error", request.request_id)
+                news.append((request, request.fail(f"{type(error).__name__}: {error}")))
+            else:
                 self.scheduler.share(request)
-        return news
 
     def _fitted(self, replay: Trace, prompt_ids: list[int], prompt_only: bool) -> Trace:
         """A row for every token of the prompt, on the network's device; ValueError if it cannot."""
@@ -467,12 +473,23 @@ class Engine:
         if not self._weights.matches(self._network):
             self.drop_prefixes()
 
-    def _accept(self, chunk: Chunk, samples: list[Sample]) -> list[tuple[Request, Delta]]:
-        request = chunk.request
-        request.num_computed += len(samples) - 1
-        request.count_step(len(chunk.drafts))
-        self.stats.drafted += len(chunk.drafts)
-        news: list[tuple[Request, Delta]] = []
+    def _accept(
+        self, chunk: Chunk, first_row: int, result: StepResult, news: list[tuple[Request, Delta]]
+    ) -> None:
+        """Give a request what a step computed for it; its deltas go into `news` one by one, so that
+        those before an error stay. SamplingError: its outcome, or its grammar's."""
+        request, outcome = chunk.request, result.outcomes.get(chunk.request)
+        samples = outcome if isinstance(outcome, list) else []
+        num_rows = chunk.count + max(0, len(samples) - 1)
+        if result.record is not None:
+            request.record(result.record, first_row, num_rows)
+        request.num_computed += num_rows
+        request.drafts = result.drafts.get(request, [])
+        if isinstance(outcome, SamplingError):
+            raise outcome
+        if samples:
+            request.count_step(len(chunk.drafts))
+            self.stats.drafted += len(chunk.drafts)
         for i, sampled in enumerate(samples):
             if i:  # before the token: the completion that comes with the last one counts it
                 request.count_accepted(i - 1)
@@ -480,7 +497,8 @@ class Engine:
             news.append((request, request.accept(sampled.token_id, sampled.logprobs)))
             if news[-1][1].completion is not None:
                 break  # a stop among the accepted drafts: what follows it was never asked for
-        return news
+        if request.prompt_only and request.num_remaining == 0:
+            news.append((request, request.finish("length")))
 
     def _post(self, news: list[tuple[Request, Delta]]) -> None:
         # Ended requests give back their pages before any listener hears of them.

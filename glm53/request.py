@@ -113,7 +113,7 @@ class Request:
         self.request_id = request_id
         self.index = index
         self.tokens = list(prompt_ids)
-        self.prompt_length = len(self.tokens)
+        self.prompt_length = self._num_told = len(self.tokens)  # told: in a delta
         self.sampler = sampler
         self.params: SamplingParams = sampler.params
         self.max_tokens = max_tokens
@@ -194,25 +194,37 @@ class Request:
         self._accepted_at[position] += 1
 
     def accept(self, token_id: int, logprobs: Logprobs | None) -> Delta:
-        """Add a sampled token; the delta says whether it was the last."""
+        """Add a sampled token; the delta says whether it was the last.
+
+        SamplingError: the grammar cannot go on by it; it has not been added then.
+        """
+        self.sampler.append(token_id)
         self._last_at = time.perf_counter()
         self._first_at = self._first_at or self._last_at
         self.tokens.append(token_id)
-        self.sampler.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
         if token_id in self._stop_ids:
-            return self._finish("stop", token_id, new_ids=(token_id,))
+            return self._finish("stop", token_id)
         text, stop = self._show(self._detokenizer.push([token_id]) if self._detokenizer else "")
         if stop is not None:
-            return self._finish("stop", stop, text, (token_id,))
+            return self._finish("stop", stop, text)
         if len(self.tokens) >= self.max_tokens:
-            return self._finish("length", None, text, (token_id,))
-        return self._delta(text, (token_id,))
+            return self._finish("length", None, text)
+        return self._delta(text)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End the request for a reason that is not a token."""
         return self._finish(reason, None, error=error)
+
+    def fail(self, error: str) -> Delta:
+        """End the request because `accept` raised: with the tokens it has, and their text as far as
+        that can be decoded."""
+        try:
+            return self.finish("error", error)
+        except Exception:  # the detokeniser, which may be what raised first
+            self._detokenizer = None
+            return self.finish("error", error)
 
     def _show(self, text: str) -> tuple[str, str | None]:
         # A stop string that lies before min_new_tokens does not stop, so it is not looked for.
@@ -225,7 +237,6 @@ class Request:
         reason: FinishReason,
         stop_reason: int | str | None,
         text: str = "",
-        new_ids: tuple[int, ...] = (),
         error: str | None = None,
     ) -> Delta:
         if not isinstance(stop_reason, str):
@@ -235,7 +246,7 @@ class Request:
                 reason, stop_reason = "stop", stop
         if isinstance(stop_reason, int) and self.params.include_stop and self._tokenizer:
             text += self._tokenizer.decode([stop_reason])
-        delta = self._delta(text, new_ids)
+        delta = self._delta(text)
         completion = Completion(
             prompt_token_ids=tuple(self.tokens[: self.prompt_length]),
             token_ids=tuple(self.tokens[self.prompt_length :]),
@@ -251,7 +262,9 @@ class Request:
         )
         return replace(delta, completion=completion)
 
-    def _delta(self, text: str, new_ids: tuple[int, ...]) -> Delta:
+    def _delta(self, text: str) -> Delta:
+        new_ids = tuple(self.tokens[self._num_told :])
+        self._num_told = len(self.tokens)
         self._text.append(text)
         asked = self.params.logprobs is not None
         logprobs = tuple(self._logprobs[len(self._logprobs) - len(new_ids) :]) if asked else None

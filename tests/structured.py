@@ -36,7 +36,11 @@ def token_id(token: str) -> int:
 
 @cache
 def compiler() -> ConstraintCompiler:
-    return ConstraintCompiler(nano().to_json(), VOCAB_SIZE, stop_ids())
+    return ConstraintCompiler(nano().to_json(), plain_ids, VOCAB_SIZE, stop_ids())
+
+
+def plain_ids(text: str) -> list[int]:
+    return nano().encode(text, allow_special=False)
 
 
 def start(**fields: Any) -> Constraint:

@@ -9,10 +9,14 @@ import torch
 
 from glm53 import GLM53, SamplingParams
 from glm53.chat import ChatReply
+from glm53.request import Request
+from glm53.sampling import Constraint
+from glm53.sampling.constraints import ConstraintError
+from glm53.tokenizer import IncrementalDetokenizer
 from tests.chats import NANO, TOOLS, nano, user
-from tests.engines import assert_idle, prompts_of, tiny_model, with_engine
+from tests.engines import assert_idle, audit, prompts_of, tiny_model, with_engine
 from tests.speculation import agreeing_model, force_drafts, ids_of
-from tests.structured import VOCAB_SIZE, is_valid, stop_ids, token_id
+from tests.structured import TAGS, VOCAB_SIZE, is_valid, stop_ids, token_id
 
 SCHEMA = {
     "type": "object",
@@ -183,6 +187,136 @@ def test_only_the_completion_without_a_token_fails(model):
     assert outs[3].text == "ab"
 
 
+FAULTS = ["grammar", "detokenizer", "end of text"]
+
+
+@pytest.fixture(params=FAULTS)
+def failing(request, monkeypatch) -> list[int]:
+    """A prompt whose completion cannot accept its fifth token."""
+    (prompt,) = prompts_of(9, vocab_size=4000)
+    if request.param == "grammar":
+        append = Constraint.append
+
+        def fails(self, token_id):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == 5:
+                raise ConstraintError("the grammar cannot go on: boom")
+            append(self, token_id)
+
+        monkeypatch.setattr(Constraint, "append", fails)
+        return prompt
+
+    class Failing(IncrementalDetokenizer):
+        def __init__(self, tokenizer, prompt_tail) -> None:
+            super().__init__(tokenizer, prompt_tail=prompt_tail)
+            self.left = 4 if list(prompt_tail) == prompt[-8:] else 10**9
+
+        def push(self, ids):
+            self.left -= 1
+            if self.left < 0:
+                raise LookupError("boom")
+            return super().push(ids)
+
+        def finish(self):
+            if self.left < 0 and request.param == "end of text":
+                raise LookupError("boom again")
+            return super().finish()
+
+    monkeypatch.setattr("glm53.request.IncrementalDetokenizer", Failing)
+    return prompt
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_an_error_in_accepting_costs_the_others_nothing(model, failing, drafts):
+    fields = SamplingParams(
+        temperature=0.0, max_new_tokens=12, logprobs=0, ignore_eos=True, speculative_tokens=drafts
+    )
+    over = SamplingParams.override
+    form = {"regex": "(?s:.*)", "stop_token_ids": [VOCAB_SIZE - 1], "record": True}
+    others = prompts_of(12, 30, 7, seed=4, vocab_size=4000)
+    lengths = (12, 5, 12)  # one ends in the step that fails
+    alone = [
+        model.generate(p, over(fields, max_new_tokens=n))
+        for p, n in zip(others, lengths, strict=True)
+    ]
+    engine = model.engine()
+    add = [(p, over(fields, max_new_tokens=n)) for p, n in zip(others, lengths, strict=True)]
+    add.insert(1, (failing, over(fields, **form)))
+    ids = [engine.add(p, params) for p, params in add]
+    deltas = []
+    while engine.num_unfinished:
+        deltas += engine.step()
+        audit(engine)
+    own = [[d for d in deltas if d.request_id == i] for i in ids]
+    bad = own.pop(1)
+    for told, expected in zip(own, alone, strict=True):
+        assert [d.completion for d in told[:-1]] == [None] * (len(told) - 1)
+        assert told[-1].completion.token_ids == expected.token_ids
+        assert told[-1].completion.text == expected.text == "".join(d.text for d in told)
+        assert tuple(i for d in told for i in d.token_ids) == expected.token_ids
+        assert drafts or len(told) == len(expected.token_ids)
+    out = bad[-1].completion
+    assert (out.finish_reason, "boom" in out.error, "\n" in out.error) == ("error", True, False)
+    assert len(out.token_ids) == len(out.logprobs) in (4, 5)
+    assert tuple(i for d in bad for i in d.token_ids) == out.token_ids
+    assert "".join(d.text for d in bad) == out.text
+    batch = model.generate([failing, others[0]], over(fields, **form, max_new_tokens=9))
+    assert batch[0].finish_reason == "error"
+
+
+def test_an_interrupt_in_accepting_loses_nothing_of_those_before(model, monkeypatch):
+    first, second = prompts_of(9, 12, vocab_size=4000)
+    fields = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    alone = model.generate([first, second], fields)
+    engine, accept = model.engine(), Request.accept
+    ids = [engine.add(p, fields) for p in (first, second)]
+    deltas = engine.step()
+
+    def interrupted(self, token_id, logprobs):
+        if self.request_id == ids[1]:
+            monkeypatch.setattr(Request, "accept", accept)
+            raise KeyboardInterrupt
+        return accept(self, token_id, logprobs)
+
+    monkeypatch.setattr(Request, "accept", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    deltas += engine.cancel(ids[1])
+    while engine.num_unfinished:
+        deltas += engine.step()
+    told = [i for d in deltas if d.request_id == ids[0] for i in d.token_ids]
+    assert told == list(alone[0].token_ids)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_limit_of_the_compiler_ends_one_completion(model, drafts):
+    first, second = prompts_of(9, 12, vocab_size=4000)
+    fields = SamplingParams(temperature=0.0, max_new_tokens=8, speculative_tokens=drafts)
+    alone = model.generate(second, fields)
+    bad = SamplingParams.override(fields, regex="[bc]a{300000}")
+    engine = model.engine()
+    ids = [engine.add(first, bad), engine.add(second, fields)]
+    finished = engine.run()
+    assert finished[ids[1]][0].token_ids == alone.token_ids
+    (out,) = finished[ids[0]]
+    assert out.finish_reason == "error" and len(out.token_ids) == 1
+    assert re.fullmatch("[bc]a?", out.text)
+    assert out.error == "the grammar cannot go on: lexer error: too many expressions constructed"
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_stop_token_ids_wait_for_the_end_of_the_form(model, drafts):
+    """And a stop string does not."""
+    (prompt,) = prompts_of(9, vocab_size=4000)
+    stop = token_id("/")
+    fields = {"regex": "[ab]{3}(/[ab]{2})*", "seed": 3, "speculative_tokens": drafts}
+    out = model.generate(prompt, stop_token_ids=[stop], logit_bias={stop: 60.0}, **fields)
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert re.fullmatch("[ab]{3}", out.text)
+    cut = model.generate(prompt, stop=["a", "b"], **fields)
+    assert cut.finish_reason == "stop" and cut.stop_reason in ("a", "b") and cut.text == ""
+
+
 def test_what_cannot_be_followed_is_refused_early(model):
     for fields, message in (
         ({"regex": "("}, "^regex: "),
@@ -307,6 +441,22 @@ def test_tool_choice_none_and_auto(model):
             "'x' is none of the tools",
         ),
         ({"tool_choice": "required", "tools": TOOLS, "regex": "a"}, "^regex is for content"),
+        (
+            {"tool_choice": "required", "tools": TOOLS, "stop_token_ids": [token_id(TAGS[1])]},
+            "^stop_token_ids: .* tags within the reply",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "name": "f",
+                        "parameters": {"properties": {"k": {"$ref": "#"}}, "required": ["k"]},
+                    }
+                ],
+            },
+            "^tools: parameters of f: k: ",
+        ),
         (
             {"tool_choice": "required", "tools": [{"name": "f", "parameters": {"type": "array"}}]},
             "parameters of f: must be the schema of an object",

@@ -133,8 +133,9 @@ class SamplingParams:
     - `bad_words`: texts or id sequences. An id sequence is never completed, counting the end of
       the prompt; a text stands for its ids at the start of a text and after a space (`resolve`).
     - `allowed_token_ids`: nothing else is sampled.
-    - `stop`: one text or several; `stop_token_ids`: in addition to the checkpoint's; `include_stop`
-      keeps the stop text in the output; `ignore_eos`: the checkpoint's own ids do not stop.
+    - `stop`: one text or several, which end the output wherever they come, and are cut off it;
+      `stop_token_ids`: in addition to the checkpoint's; `include_stop` keeps the stop text in the
+      output; `ignore_eos`: the checkpoint's own ids do not stop.
     - `seed`: 0 to 2**64 - 1; None is not reproducible. `n`: completions of one prompt.
     - `logprobs`, `prompt_logprobs`: the top N of every new / prompt token, 0 for only the token
       itself, None for none. `logprobs_mode`: "raw" is the model's distribution; "processed" is the
@@ -148,10 +149,13 @@ class SamplingParams:
       completion alone, with finish_reason "error".
     - `json_schema` (a mapping, or its text; kept as text), `regex` (the whole output matches) or
       `grammar` (Lark in llguidance's dialect, with a rule `start`): at most one; needs the extra
-      `structured`. Where the grammar may end a stop id is allowed, where it must nothing else is.
-      What is left of the logits is sampled as ever; where `bad_words` or the like leave nothing,
-      the completion ends with finish_reason "error". In a chat it holds for the content, after
-      the reasoning.
+      `structured`. Stop ids, `stop_token_ids` among them, are allowed where the grammar may end and
+      nowhere else; where it must end nothing else is. So a text that a stop id ended (finish_reason
+      "stop" and an id as stop_reason) is whole, and its beginning otherwise: `stop` cuts within the
+      grammar too, and `max_new_tokens` anywhere. Text that is spelled like a control token is
+      written in ordinary tokens. What is left of the logits is sampled as ever; where `bad_words`
+      or the like leave nothing, or a limit of llguidance is reached, the completion ends with
+      finish_reason "error". In a chat it holds for the content, after the reasoning.
     - `record`: keep every row's selections and routed experts, `Completion.trace`. Takes
       4 * index_topk bytes per full layer and 8 * num_experts_per_tok per MoE layer and token.
     """

@@ -110,14 +110,20 @@ class SamplerState:
             self.counts_W = torch.zeros(vocab_size, device=device)
 
     def append(self, token_id: int) -> None:
-        """Count one accepted output token."""
+        """Count one accepted output token.
+
+        SamplingError: its grammar cannot go on by it; nothing has been counted then.
+        """
         assert 0 <= token_id < self.vocab_size, token_id
+        if self.constraint is not None:
+            try:
+                self.constraint.append(token_id)
+            except ConstraintError as error:
+                raise SamplingError(str(error)) from error
         self.output_length += 1
         self._tail.append(token_id)
         if self._token_ids is not None:
             self._token_ids.append(token_id)
-        if self.constraint is not None:
-            self.constraint.append(token_id)
         if self.seen_W is not None:
             self.seen_W[token_id] = True
         if self.counts_W is not None:

@@ -9,8 +9,18 @@ import regex
 
 from glm53 import SamplingParams
 from glm53.sampling import ConstraintCompiler
+from glm53.sampling.constraints import ConstraintError
 from tests.chats import nano
-from tests.structured import VOCAB_SIZE, compiler, is_valid, start, stop_ids, token_id, walk
+from tests.structured import (
+    VOCAB_SIZE,
+    compiler,
+    is_valid,
+    plain_ids,
+    start,
+    stop_ids,
+    token_id,
+    walk,
+)
 
 SCHEMAS = {
     "object": {
@@ -104,6 +114,68 @@ def test_a_mask_is_what_partial_matching_allows(pattern):
                 done.append(token)
 
 
+FORMS_OF_TAGS = {
+    "regex": lambda tag: {"regex": f"{re.escape(tag)}[ab]{{2}}{re.escape(tag)}"},
+    "choice": lambda tag: {"regex": f"({re.escape(tag)}|x{re.escape(tag)}y)"},
+    "const": lambda tag: {"json_schema": {"const": tag}},
+    "enum": lambda tag: {"json_schema": {"enum": [tag, f"x{tag}{tag}", 5]}},
+    "pattern": lambda tag: {
+        "json_schema": {"type": "string", "pattern": f"^{re.escape(tag)}[ab]{re.escape(tag)}$"}
+    },
+    "key": lambda tag: {
+        "json_schema": {
+            "type": "object",
+            "properties": {tag: {"type": "boolean"}},
+            "required": [tag],
+            "additionalProperties": False,
+        }
+    },
+    "lark": lambda tag: {"grammar": f"start: {json.dumps(tag)} /[ab]/ {json.dumps('z' + tag)}"},
+}
+CONTROL = sorted(nano().control_ids)
+
+
+@pytest.mark.parametrize("form", FORMS_OF_TAGS)
+@pytest.mark.parametrize("tag", [nano().id_to_token(i) for i in CONTROL])
+def test_text_that_spells_a_tag_is_written_in_ordinary_tokens(form, tag):
+    for seed in range(3):
+        ids = walk(start(**FORMS_OF_TAGS[form](tag)), seed)
+        assert ids is not None and ids[-1] in stop_ids()
+        assert not set(ids[:-1]) & nano().control_ids
+        assert tag in text_of(ids[:-1]) or text_of(ids[:-1]) == "5"
+
+
+def test_free_text_has_no_control_tokens():
+    for fields in ({"regex": "(?s:.*)x"}, {"json_schema": {"type": "string"}}):
+        constraint = start(**fields)
+        if "json_schema" in fields:
+            constraint.append(token_id('"'))
+        allowed_W = constraint.allowed()
+        assert allowed_W is not None and allowed_W[token_id("<")]
+        assert not allowed_W[CONTROL].any() and not allowed_W[nano().vocab_size :].any()
+
+
+def test_tags_have_names_in_a_grammar():
+    ids = walk(start(grammar='start: <think> "</think>" </think>'), 0)
+    assert ids is not None and ids[0] == token_id("<think>") and ids[-2] == token_id("</think>")
+    assert text_of(ids[1:-2]) == "</think>" and not set(ids[1:-2]) & nano().control_ids
+
+
+def test_a_token_that_is_refused_is_an_error():
+    constraint = start(regex="ab")
+    with pytest.raises(ConstraintError, match=r"^id 5 is not in the grammar$"):
+        constraint.append(5)
+
+
+def test_a_limit_reached_by_a_token_is_an_error_of_one_line():
+    constraint = start(regex="[bc]a{300000}")
+    message = "^the grammar cannot go on: lexer error: too many expressions constructed$"
+    constraint.append(token_id("b"))
+    assert constraint.allowed() is not None
+    with pytest.raises(ConstraintError, match=message):
+        constraint.append(nano().encode("aa")[0])
+
+
 def test_characters_of_several_tokens():
     ids = walk(start(regex="[é☃]{3}"), 1)
     assert ids is not None and len(ids) > 4
@@ -154,6 +226,15 @@ def test_stop_ids_are_the_completions_own():
     assert stops() == sorted(stop_ids())
     assert stops(stop_token_ids=[77]) == sorted([77, *stop_ids()])
     assert stops(stop_token_ids=[77, 4132], ignore_eos=True) == [77, 4132]
+    constraint = start(regex="[ab]{2}", stop_token_ids=[token_id("a")])
+    for _ in range(2):
+        mask = constraint.allowed()
+        assert mask is not None and not mask[token_id("a")] and mask[token_id("b")]
+        constraint.append(token_id("b"))
+    mask = constraint.allowed()
+    assert mask is not None and mask.nonzero().flatten().tolist() == sorted(
+        [token_id("a"), *stop_ids()]
+    )
     with pytest.raises(ValueError, match=r"^regex: ignore_eos leaves no id"):
         start(regex="a", ignore_eos=True)
 
@@ -161,17 +242,22 @@ def test_stop_ids_are_the_completions_own():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"regex": "("}, "(?s)^regex: .*unclosed group"),
+        ({"regex": "("}, "^regex: .*unclosed group$"),
         ({"regex": "(?=a)b"}, "^regex: "),
         ({"json_schema": {"type": "objct"}}, "^json_schema: .*Invalid type: objct$"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "^json_schema: .*uniqueItems"),
         ({"json_schema": {"x-guidance": 3}}, "^json_schema: "),
         ({"grammar": "begin: /a/"}, "^grammar: .*start"),
+        ({"json_schema": {"$ref": "#"}}, "^json_schema: no text fits it$"),
+        ({"json_schema": {"type": "string", "pattern": "("}}, "^json_schema: .*unclosed group$"),
+        ({"regex": r"[^\s\S]"}, "^regex: no text fits it$"),
+        ({"regex": "(" + "a" * 5000}, "^regex: .*a \\.\\.\\. error: unclosed group$"),
     ],
 )
 def test_what_is_no_grammar_is_said(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as said:
         start(**fields)
+    assert "\n" not in str(said.value) and len(str(said.value)) < 400
     assert start(regex="a").allowed() is not None
 
 
@@ -193,13 +279,13 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'glm53\[structured\]'"):
-        ConstraintCompiler(nano().to_json(), VOCAB_SIZE, stop_ids())
+    with pytest.raises(ImportError, match=r"pip install '\.\[structured\]' -c constraints"):
+        ConstraintCompiler(nano().to_json(), plain_ids, VOCAB_SIZE, stop_ids())
 
 
 def test_a_tokenizer_that_cannot_be_used_is_said():
     with pytest.raises(ValueError, match=r"^llguidance cannot use this tokenizer"):
-        ConstraintCompiler("{}", VOCAB_SIZE, stop_ids())
+        ConstraintCompiler("{}", plain_ids, VOCAB_SIZE, stop_ids())
 
 
 def test_without_a_constraint_there_is_none():
