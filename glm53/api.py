@@ -324,7 +324,9 @@ class GLM53(nn.Module):
         params = engine.resolve(SamplingParams.override(params, **fields))
         if _count(params) != 1:
             raise ValueError(f"n={params.n}: a chat has one reply")
-        reply = ChatReply(self.tokenizer, tools, prompt_ids, params, tool_choice)
+        reply = ChatReply(
+            self.tokenizer, tools, prompt_ids, params, tool_choice, engine.check_grammar
+        )
         return self._replies(engine, prompt_ids, engine.resolve(reply.params), reply)
 
     def _replies(

@@ -1,6 +1,6 @@
 """One chat reply being generated: deltas of a completion, parted into reasoning, content, calls."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -37,7 +37,8 @@ class ChatDelta(Delta):
 
 
 class ChatReply:
-    """Deltas of one completion in, those of a reply out. params: resolved.
+    """Deltas of one completion in, those of a reply out. params: resolved; check_grammar:
+    `Engine.check_grammar`.
 
     `params`, the attribute, is what the completion is to be sampled with: without stop strings,
     which would also end the reasoning, and with the grammar of the whole reply if there is one.
@@ -51,12 +52,15 @@ class ChatReply:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         tool_choice: ToolChoice = "auto",
+        check_grammar: Callable[[str], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         tools = list(tools or ())
         self._parser = ChatParser(tokenizer, tools, prompt_ids)
         in_reasoning = self._parser.in_reasoning
-        self.params = _sampled_with(params, tokenizer, tools, tool_choice, in_reasoning)
+        self.params = _sampled_with(
+            params, tokenizer, tools, tool_choice, in_reasoning, check_grammar
+        )
         self._stop_strings = StopStrings(tuple(params.stop or ()), bool(params.include_stop))
         self._min_tokens = params.min_new_tokens or 0
         self._num_tokens = 0
@@ -126,6 +130,7 @@ def _sampled_with(
     tools: Sequence[Mapping[str, Any]],
     tool_choice: ToolChoice,
     in_reasoning: bool,
+    check_grammar: Callable[[str], None] | None,
 ) -> SamplingParams:
     params = replace(params, stop=())
     constraint = constraint_of(params)
@@ -148,7 +153,11 @@ def _sampled_with(
         content=None if constraint is None else constraint[1],
         tools=callable_tools,
         several_calls=isinstance(tool_choice, str),
+        check=check_grammar,
     )
+    tags = [i for i in params.stop_token_ids or () if f"<[{i}]>" in grammar]
+    if tags:  # a stop id does not come before the grammar may end
+        raise ValueError(f"stop_token_ids: {tags} are tags within the reply that is asked for")
     return replace(params, json_schema=None, regex=None, grammar=grammar)
 
 

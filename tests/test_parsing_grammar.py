@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from glm53.parsing import ChatParser, reply_grammar
 from tests.chats import TOOLS, nano
-from tests.structured import TAGS, is_valid, start, token_id, walk
+from tests.structured import TAGS, compiler, is_valid, start, token_id, walk
 
 DEFS = {
     "colour": {"enum": ["red", "blue"]},
@@ -128,6 +128,30 @@ def test_random_tools(data):
     assert_calls(tools, grammar, data.draw(st.integers(0, 2**32)), thinks=thinks)
 
 
+@pytest.mark.parametrize("place", ["name", "key", "text", "json"])
+@pytest.mark.parametrize("tag", [nano().id_to_token(i) for i in sorted(nano().control_ids)])
+def test_a_tag_spelled_in_a_tool_is_text(tag, place):
+    name = f"{tag}f" if place == "name" else "f"
+    key = tag if place == "key" else "k"
+    value = {"json": {"type": "array", "items": {"enum": [tag]}, "minItems": 1, "maxItems": 1}}
+    schema = value.get(place, {"enum": [tag]} if place == "text" else {"enum": ["v"]})
+    expected = {"json": [tag], "text": tag}.get(place, "v")
+    parameters = {"type": "object", "properties": {key: schema}, "required": [key]}
+    tools = [tool(name, parameters)]
+    grammar = reply_grammar(
+        nano(), in_reasoning=False, tools=tools, several_calls=False, check=compiler().check
+    )
+    ids = walk(start(grammar=grammar), 0)
+    assert ids is not None
+    assert [i for i in ids[:-1] if i in nano().control_ids] == [
+        token_id(TAGS[i]) for i in (0, 2, 3, 4, 5, 1)
+    ]
+    parser = ChatParser(nano(), tools)
+    parser.push(ids[:-1])
+    (found,) = parser.parsed.tool_calls
+    assert (found.name, found.arguments) == (name, {key: expected})
+
+
 def test_optional_arguments_come_and_go():
     seen = set()
     grammar = reply_grammar(nano(), in_reasoning=False, tools=TOOLS[:1], several_calls=False)
@@ -184,6 +208,48 @@ def test_content_or_calls():
 def test_what_the_format_cannot_express_is_said(schema, message):
     with pytest.raises(ValueError, match=rf"^tools: parameters of f.*{message}"):
         reply_grammar(nano(), in_reasoning=False, tools=[tool("f", schema)])
+
+
+@pytest.mark.parametrize(
+    "schema, message",
+    [
+        ({"properties": [1]}, r"properties=\[1\]: allowed is a mapping"),
+        ({"properties": {1: {}}}, "properties="),
+        ({"required": "x"}, "required='x': allowed is a list of names"),
+        ({"required": [1]}, "required="),
+        ({"properties": 0}, "properties=0"),
+        ({"$ref": 5}, "ref=5: allowed is a text"),
+        ({"$defs": 5, "properties": {"k": {"type": "null"}}}, "defs=5"),
+        ({"properties": {"k": {"enum": "abc"}}}, "k: enum='abc': allowed is a list"),
+        ({"properties": {"k": {"enum": []}}}, "k: enum="),
+        ({"properties": {"k": {"type": "string", "minLength": "3"}}}, "k: minLength='3': allowed"),
+        ({"properties": {"k": {"type": "string", "maxLength": -1}}}, "k: maxLength=-1"),
+        ({"properties": {"k": {"type": "string", "pattern": 5}}}, "k: pattern=5"),
+        ({"properties": {"k": {"type": "objct"}}}, "k: type='objct': allowed is one or a list"),
+        ({"properties": {"k": {"type": []}}}, "k: type="),
+        ({"properties": {"k": {"anyOf": []}}}, "k: anyOf="),
+        # What the library that compiles it refuses, or never ends.
+        ({"properties": {"k": {"$ref": "#"}}, "required": ["k"]}, "k: .*"),
+        (
+            {"properties": {"k": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}}
+            | {"required": ["k"]},
+            "k: .*",
+        ),
+        ({"properties": {"k": {"type": "string", "pattern": "^a$", "minLength": 3}}}, "k: no text"),
+        ({"properties": {"k": {"type": "string", "pattern": "("}}}, "k: .*unclosed group"),
+        ({"properties": {"k": {"type": "array", "items": {"enum": "abc"}}}}, "k: enum must be an"),
+        ({"properties": {"k": {"type": "integer", "minimum": "5"}}}, "k: .*minimum"),
+        ({"properties": {"k": {"type": "array", "items": {"$ref": "#/x"}}}}, "k: .*'/x'"),
+    ],
+)
+def test_what_is_no_schema_is_said_in_one_line(schema, message):
+    tools = [
+        tool("g", {}),
+        tool("f", {"type": "object"} | schema if "$ref" not in schema else schema),
+    ]
+    with pytest.raises(ValueError, match=rf"^tools: parameters of f: .*{message}") as said:
+        reply_grammar(nano(), in_reasoning=False, tools=tools, check=compiler().check)
+    assert "\n" not in str(said.value) and len(str(said.value)) < 300
 
 
 def test_names_and_tags_that_are_missing_are_said():

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_TYPES: dict[str, Any] = {
+TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
     "number": (int, float),
@@ -106,7 +106,7 @@ def _allows(schema: Any, value: Any, root: Any, seen: tuple[str, ...]) -> bool |
 
 def fits_type(value: Any, name: Any) -> bool:
     """Whether a value is of the type that JSON schema calls `name`; here 5.0 is no integer."""
-    kind = _TYPES.get(name) if isinstance(name, str) else None
+    kind = TYPES.get(name) if isinstance(name, str) else None
     if kind is None or (isinstance(value, bool) and name != "boolean"):
         return False
     return isinstance(value, kind)

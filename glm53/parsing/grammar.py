@@ -8,11 +8,11 @@ a grammar in a grammar, `&` and `~` are and and not of regular expressions.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from glm53.parsing.arguments import fits_type, resolve_reference
+from glm53.parsing.arguments import TYPES, fits_type, resolve_reference
 
 # Say nothing about which values are valid. `format` is an annotation unless both sides agree.
 _ANNOTATIONS = frozenset(
@@ -34,6 +34,50 @@ class _Tokenizer(Protocol):
     def token_to_id(self, token: str) -> int | None: ...
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _are_keys(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(key, str) for key in value)
+
+
+def _has_keys(value: Any) -> bool:
+    return isinstance(value, Mapping) and _are_keys(list(value))
+
+
+# What is read here of a schema, and not only handed on.
+_KEYWORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "type": (f"one or a list of {', '.join(TYPES)}", _is_type),
+    "enum": ("a list that is not empty", _is_list),
+    "anyOf": ("a list that is not empty", _is_list),
+    "allOf": ("a list that is not empty", _is_list),
+    "$ref": ("a text", lambda value: isinstance(value, str)),
+    "pattern": ("a text", lambda value: isinstance(value, str)),
+    "minLength": ("an integer >= 0", _is_count),
+    "maxLength": ("an integer >= 0", _is_count),
+    "properties": ("a mapping from names to schemas", _has_keys),
+    "required": ("a list of names", _are_keys),
+    "$defs": ("a mapping from names to schemas", _has_keys),
+    "definitions": ("a mapping from names to schemas", _has_keys),
+}
+
+
+def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
+    for keyword, (allowed, is_allowed) in _KEYWORDS.items():
+        if keyword in schema and not is_allowed(schema[keyword]):
+            raise ValueError(f"{where}: {keyword}={schema[keyword]!r:.80}: allowed is {allowed}")
+
+
 def reply_grammar(
     tokenizer: _Tokenizer,
     *,
@@ -41,19 +85,21 @@ def reply_grammar(
     content: str | None = None,
     tools: Iterable[Mapping[str, Any]] = (),
     several_calls: bool = True,
+    check: Callable[[str], None] | None = None,
 ) -> str:
     """Grammar of one reply: what is left of the reasoning, then content or calls.
 
     in_reasoning: the prompt has left `<think>` open. content: grammar of the content, None where
     there may only be calls. tools: in the usual function form; may be called in place of content,
     more than once if `several_calls`. Required arguments are there, others may be, no others are;
-    in the order of the schema.
+    in the order of the schema. check: is called with a grammar for each argument's value alone, and
+    raises ValueError where that cannot be followed.
 
-    ValueError: the tokenizer lacks one of the tags; a name or a schema that this format cannot
-    express. A schema that llguidance does not know is refused by it.
+    ValueError, naming tool and argument: a name or a schema that this format cannot express, or
+    that `check` refuses. Also where the tokenizer lacks one of the tags.
     """
     tools = list(tools)
-    rules = _Rules(tokenizer)
+    rules = _Rules(tokenizer, check)
     replies = [] if content is None else ["content"]
     if tools:
         replies.append("call+" if several_calls else "call")
@@ -71,6 +117,7 @@ def reply_grammar(
 @dataclass(slots=True)
 class _Rules:
     tokenizer: _Tokenizer
+    check: Callable[[str], None] | None
     lines: list[str] = field(default_factory=list)
 
     def tag(self, tag: str) -> str:
@@ -95,14 +142,22 @@ class _Rules:
             _check_word(f"{where}: the key {key!r}", key, words=False)
             rule = f"{label}_{j}"
             parts.append(f"argument_{rule}" if key in required else f"argument_{rule}?")
-            values = _Values(f"{where}: {key}", schema).add(value_schema)
+            values = _Values(f"{where}: {key}", schema).add(value_schema).rules(rule)
+            self._check_value(f"{where}: {key}", rule, values)
             self.lines.append(
                 f"argument_{rule}: {self.tag('<arg_key>')} {_json(key)} "
                 f"{self.tag('</arg_key>')} {self.tag('<arg_value>')} value_{rule} "
                 f"{self.tag('</arg_value>')}"
             )
-            self.lines += values.rules(rule)
+            self.lines += values
         self.lines.append(f"call_{label}: {' '.join(parts)}")
+
+    def _check_value(self, where: str, rule: str, values: list[str]) -> None:
+        if self.check is not None:
+            try:
+                self.check("\n".join([f"start: value_{rule}", *values]))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
 
 
 class _Values:
@@ -119,14 +174,13 @@ class _Values:
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
-            raise ValueError(f"{self._where}: {schema!r} is not a schema of a value")
+            raise ValueError(f"{self._where}: {schema!r:.80} is not a schema of a value")
+        _check_keywords(self._where, schema)
         said = set(schema) - _ANNOTATIONS
         reference, members = schema.get("$ref"), schema.get("anyOf", schema.get("allOf"))
         if said == {"$ref"} and isinstance(reference, str) and reference not in seen:
             self.add(resolve_reference(reference, self._root), (*seen, reference))
-        elif isinstance(members, list) and (
-            said == {"anyOf"} or (said == {"allOf"} and len(members) == 1)
-        ):
+        elif said == {"anyOf"} or (said == {"allOf"} and len(members) == 1):
             for member in members:
                 self.add(member, seen)
         elif said & {"enum", "const"}:
@@ -189,7 +243,7 @@ class _Values:
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         patterns = [_ANY_TEXT if (low, high) == (0, "") else f"(?s:.{{{low},{high}}})"]
         pattern = schema.get("pattern")
-        if isinstance(pattern, str):
+        if pattern is not None:
             starts, ends = pattern.startswith("^"), _ends_with_anchor(pattern)
             body = pattern[starts : len(pattern) - ends]
             body = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", body, flags=re.DOTALL)
@@ -205,19 +259,20 @@ class _Values:
 
 def _properties(where: str, schema: Any) -> tuple[dict[str, Any], set[str]]:
     """The arguments of a tool by name, and which of them are required."""
-    root = schema
-    if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
-        schema = resolve_reference(schema["$ref"], root)
     if schema is None:
         return {}, set()
+    if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
+        _check_keywords(where, schema)
+        schema = resolve_reference(schema["$ref"], schema)
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValueError(f"{where}: must be the schema of an object")
+    _check_keywords(where, schema)
     unknown = set(schema) - _ANNOTATIONS
     unknown -= {"type", "properties", "required", "additionalProperties"}
     if unknown:
         raise ValueError(f"{where}: a forced call cannot follow {', '.join(sorted(unknown))} here")
-    properties = dict(schema.get("properties") or {})
-    required: list[str] = schema.get("required") or []
+    properties = dict(schema.get("properties", {}))
+    required: list[str] = schema.get("required", [])
     for key in required:
         properties.setdefault(key, schema.get("additionalProperties", True))
     return properties, set(required)
