@@ -191,6 +191,12 @@ class ConstraintCompiler:
             raise ValueError(f"{name}: ignore_eos leaves no id to end with; give stop_token_ids")
         try:
             matcher = self._compiled(lark).deep_copy()
+            # Copies share what was built of the automaton: one that reached its limit wore it out.
+            probe = matcher.deep_copy()
+            probe.compute_logit_bias()
+            if probe.is_error():
+                self._compiled.cache_clear()
+                matcher = self._compiled(lark).deep_copy()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return Constraint(matcher, self._vocab_size, self._eos_ids, sorted(stop_ids))

@@ -174,6 +174,7 @@ def test_a_limit_reached_by_a_token_is_an_error_of_one_line():
     assert constraint.allowed() is not None
     with pytest.raises(ConstraintError, match=message):
         constraint.append(nano().encode("aa")[0])
+    assert start(regex="[bc]a{300000}").allowed() is not None  # another is not the worse for it
 
 
 def test_characters_of_several_tokens():
