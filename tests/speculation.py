@@ -42,6 +42,11 @@ def ids_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [list(c.token_ids) for c in completions]
 
 
+def sequences_of(completions: Sequence[Completion]) -> list[list[int]]:
+    """Prompt and output of each, for `force_drafts`."""
+    return [[*c.prompt_token_ids, *c.token_ids] for c in completions]
+
+
 def assert_mixed(completions: Sequence[Completion]) -> None:
     """Drafts were made, some accepted and some rejected; and they account for every token."""
     drafted = sum(c.metrics.drafted for c in completions)
@@ -95,14 +100,16 @@ def check_counts(engine: Engine) -> None:
 
 def force_drafts(
     engine: Engine,
-    sequences: dict[int, Sequence[int]],
-    pattern: Sequence[int],
+    sequences: dict[int, Sequence[int]] | list[list[int]],
+    pattern: Sequence[int] = (0, 2, 1, 3),
     vocab_size: int = 131,
 ) -> None:
     """Replace the drafts that `engine` makes: of a request's i-th drafts the first pattern[i] (it
     repeats) continue `sequences[request_id]` (prompt and output), the others are wrong.
 
-    The MTP layer runs as ever, so its cache holds the rows of its own drafts.
+    Of a list of sequences, it is the first that begins with what the request holds; drafts of
+    requests that none begins with stay what they are. The MTP layer runs as ever, so its cache
+    holds the rows of its own drafts.
     """
     real = engine._runner._draft
     counts: dict[Request, itertools.cycle] = {}
@@ -110,8 +117,15 @@ def force_drafts(
     def draft(*arguments):
         outcomes, drafts = arguments[-1], real(*arguments)
         for request, own in drafts.items():
-            length = len(request.tokens) + len(outcomes[request])
-            following = sequences[request.request_id][length : length + len(own)]
+            tokens = [*request.tokens, *(s.token_id for s in outcomes[request])]
+            if isinstance(sequences, dict):
+                sequence = sequences[request.request_id]
+            else:
+                length = len(tokens)
+                sequence = next((s for s in sequences if s[:length] == tokens), None)
+            if sequence is None:
+                continue
+            following = sequence[len(tokens) : len(tokens) + len(own)]
             right = next(counts.setdefault(request, itertools.cycle(pattern)))
             drafts[request] = [
                 token if i < right else (token + 1) % vocab_size

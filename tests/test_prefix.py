@@ -6,6 +6,7 @@ import torch
 from glm53 import SamplingParams
 from glm53.cache import PAGE_SIZE
 from tests.engines import assert_idle, audit, greedy, prompts_of, tiny_model, with_engine
+from tests.speculation import agreeing_model, assert_mixed, force_drafts
 
 NEW = 10
 PLAIN = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True, speculative_tokens=0)
@@ -23,9 +24,16 @@ def _ids(completion):
 # The engine.
 
 
+@pytest.fixture(scope="module")
+def agreeing():
+    return agreeing_model(1)
+
+
 @pytest.mark.parametrize("speculative", [0, 3])
 @pytest.mark.parametrize("shared", [0, 63, 64, 65, 128, 130])
-def test_a_hit_is_whole_pages_and_changes_nothing(model, shared, speculative):
+def test_a_hit_is_whole_pages_and_changes_nothing(model, agreeing, shared, speculative):
+    """Nor does it change a draft."""
+    model = agreeing if speculative else model
     first, second = prompts_of(140, 139, seed=shared)
     second = first[:shared] + second[shared:]
     second[shared] = (first[shared] + 1) % 128
@@ -38,9 +46,13 @@ def test_a_hit_is_whole_pages_and_changes_nothing(model, shared, speculative):
     # With the MTP layer a page also depends on the token after it, which here differs.
     pages = (shared - bool(speculative)) // PAGE_SIZE if shared else 0
     assert warm.metrics.cached_tokens == pages * PAGE_SIZE
-    if not speculative:
-        computed = own.engine().stats.rows - before
-        assert computed == len(second) - pages * PAGE_SIZE + NEW - 1
+    computed, metrics = own.engine().stats.rows - before, warm.metrics
+    steps = metrics.decode_steps - 1
+    assert computed == len(second) - pages * PAGE_SIZE + steps + metrics.drafted
+    assert metrics.drafted == cold.metrics.drafted
+    assert metrics.accepted_at == cold.metrics.accepted_at
+    if speculative:
+        assert_mixed([warm])
     assert _ids(warm) == _ids(cold) == greedy(model, second, NEW)
     for found, wanted in zip(warm.logprobs, cold.logprobs, strict=True):
         assert set(found) == set(wanted)
@@ -106,8 +118,10 @@ def test_pages_made_without_the_mtp_layer_serve_no_speculation(model):
     own = with_engine(model)
     own.generate(first, PLAIN)
     speculative = SamplingParams.override(PLAIN, speculative_tokens=2)
-    assert own.generate(second, speculative).metrics.cached_tokens == 0
-    assert own.generate(second, speculative).metrics.cached_tokens == 128
+    force_drafts(own.engine(), [second + greedy(model, second, NEW)])
+    completions = [own.generate(second, speculative) for _ in range(2)]
+    assert [c.metrics.cached_tokens for c in completions] == [0, 128]
+    assert_mixed(completions)
     assert own.generate(second, PLAIN).metrics.cached_tokens == 128
 
 
@@ -171,14 +185,18 @@ def test_eviction_under_a_small_pool(model, speculative):
     tails = prompts_of(*range(1, 10), seed=6)
     prompts = [heads[i // 3] + tail for i, tail in enumerate(tails)]
     params = SamplingParams.override(PLAIN, speculative_tokens=speculative)
-    wanted = {engine.add(prompt, params): prompt for prompt in prompts}
+    outputs = [greedy(model, prompt, NEW) for prompt in prompts]
+    if speculative:
+        force_drafts(engine, [p + o for p, o in zip(prompts, outputs, strict=True)])
+    wanted = [engine.add(prompt, params) for prompt in prompts]
     finished = {}
     while engine.num_unfinished:
         for delta in engine.step():
             if delta.completion is not None:
                 finished[delta.request_id] = delta.completion
         audit(engine)
-    for request_id, prompt in wanted.items():
-        assert _ids(finished[request_id]) == greedy(model, prompt, NEW)
+    assert [_ids(finished[request_id]) for request_id in wanted] == outputs
+    if speculative:
+        assert_mixed(list(finished.values()))
     assert engine.stats.evictions > 0 and engine.stats.cached_tokens > 0
     assert_idle(engine)

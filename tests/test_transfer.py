@@ -22,6 +22,7 @@ from glm53.config import GLM53Config
 from glm53.transfer import MAGIC
 from glm53.weights import weight_fingerprint
 from tests.engines import assert_idle, greedy, prompts_of, tiny_model, with_engine
+from tests.speculation import assert_mixed, force_drafts
 
 NANO = Path(glm53.__file__).parent / "data" / "nano"
 NEW = 6
@@ -91,12 +92,17 @@ def test_an_imported_prefix_is_as_good_as_ones_own(model, length, speculative):
     assert receiver.import_prefix(pipe) == tokens and not pipe.content
     assert_idle(receiver.engine())
     params = SamplingParams.override(PLAIN, speculative_tokens=speculative)
-    completion = receiver.generate([*prompt, 9], params)
+    longer = [*prompt, 9]
+    output = greedy(model, longer, NEW)
+    force_drafts(receiver.engine(), [longer + output])
+    completion = receiver.generate(longer, params)
     assert completion.metrics.cached_tokens == tokens
     metrics = completion.metrics
     expected = length + 1 - tokens + metrics.decode_steps - 1 + metrics.drafted
     assert receiver.engine().stats.rows == expected
-    assert _ids(completion) == greedy(model, [*prompt, 9], NEW)
+    assert _ids(completion) == output
+    if kind:
+        assert_mixed([completion])
     assert_idle(receiver.engine())
 
 
@@ -105,7 +111,10 @@ def test_by_default_pages_serve_the_default_of_generate(model, prompt):
     with_engine(model).export_prefix(prompt, file)
     own = with_engine(model)
     own.import_prefix(io.BytesIO(file.getvalue()))
-    assert own.generate(prompt, max_new_tokens=4).metrics.cached_tokens == 128
+    force_drafts(own.engine(), [prompt + greedy(model, prompt, 8)])
+    completion = own.generate(prompt, max_new_tokens=8, temperature=0, ignore_eos=True)
+    assert completion.metrics.cached_tokens == 128
+    assert_mixed([completion])
     assert own.generate(prompt, PLAIN).metrics.cached_tokens == 0, "speculation only"
     without = tiny_model(overrides={"num_nextn_predict_layers": 0})
     file = io.BytesIO()
