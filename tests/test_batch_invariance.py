@@ -14,6 +14,7 @@ from glm53.batch import Batch
 from glm53.cache import PAGE_SIZE, KVCache
 from glm53.tiles import TILE_ROWS, hidden_states, pack
 from tests.engines import assert_idle, prompts_of, tiny_model, with_engine
+from tests.speculation import assert_mixed, force_drafts, sequences_of
 from tests.test_readme import ROOT
 
 NEW = 8
@@ -52,10 +53,10 @@ def _bits(completion: Completion) -> list[dict[int, float]]:
 
 
 @functools.cache
-def _alone(name: str, dtype: torch.dtype) -> list[list[dict[int, float]]]:
+def _alone(name: str, dtype: torch.dtype) -> list[Completion]:
     """What each prompt gives as the only one, computed at once."""
     own = _engine(_model(name, dtype), prefix_caching=False)
-    return [_bits(own.generate(prompt, PARAMS)) for prompt in _prompts(name)]
+    return [own.generate(prompt, PARAMS) for prompt in _prompts(name)]
 
 
 QUICK = {
@@ -74,15 +75,15 @@ QUICK = {
     ],
 )
 def test_any_batch_and_chunking(name, dtype, budget, speculative):
-    prompts, expected = _prompts(name), _alone(name, dtype)
+    prompts, alone = _prompts(name), _alone(name, dtype)
     own = _engine(_model(name, dtype), max_batch_tokens=budget, max_running=5)
+    force_drafts(own.engine(), sequences_of(alone), vocab_size=own.config.vocab_size)
     params = SamplingParams.override(PARAMS, speculative_tokens=speculative)
     for group in (slice(0, 1), slice(0, 3), slice(0, 7)):
         outs = own.generate(prompts[group], params)
-        assert [_bits(c) for c in outs] == expected[group]
-    stats = own.engine().stats
-    if speculative:
-        assert stats.drafted > stats.accepted
+        assert [_bits(c) for c in outs] == [_bits(c) for c in alone[group]]
+        if speculative:
+            assert_mixed(outs)
     assert_idle(own.engine())
 
 
@@ -101,8 +102,10 @@ def test_without_it_the_bits_do_depend_on_the_batch(name):
 @pytest.mark.parametrize(("name", "dtype"), MODELS)
 def test_scores_are_the_log_probabilities_of_generation(name, dtype):
     own = _engine(_model(name, dtype), max_batch_tokens=23, max_running=5)
+    force_drafts(own.engine(), sequences_of(_alone(name, dtype)), vocab_size=own.config.vocab_size)
     params = SamplingParams.override(PARAMS, speculative_tokens=2, prompt_logprobs=0)
     outs = own.generate(_prompts(name), params)
+    assert_mixed(outs)
     scores = own.score([[*c.prompt_token_ids, *c.token_ids] for c in outs])
     for score, completion in zip(scores, outs, strict=True):
         rows = [*completion.prompt_logprobs[1:], *completion.logprobs]
@@ -122,22 +125,30 @@ def test_a_prefix_hit(dtype):
     assert warm.metrics.cached_tokens == 2 * PAGE_SIZE
     assert _bits(warm) == _bits(cold)
     # Pages of tokens that were generated, some by accepted drafts.
-    own.generate(first, SamplingParams.override(PARAMS, max_new_tokens=70, speculative_tokens=3))
-    answer = own.generate(first, SamplingParams.override(PARAMS, max_new_tokens=70))
+    params = SamplingParams.override(PARAMS, max_new_tokens=70)
+    answer = _engine(model).generate(first, params)
     turn = [*first, *answer.token_ids, 9]
-    again = own.generate(turn, PARAMS)
+    cold = _engine(model).generate(turn, PARAMS)
+    force_drafts(own.engine(), sequences_of([answer, cold]))
+    drafted = own.generate(first, params, speculative_tokens=3)
+    again = own.generate(turn, PARAMS, speculative_tokens=3)
     assert again.metrics.cached_tokens == 3 * PAGE_SIZE
-    assert _bits(again) == _bits(_engine(model).generate(turn, PARAMS))
+    assert _bits(drafted) == _bits(answer) and _bits(again) == _bits(cold)
+    assert_mixed([drafted, again])
 
 
 @pytest.mark.parametrize("speculative", [0, 3])
 def test_preemption(speculative):
     model = _model("tiny", torch.float32)
     prompts = prompts_of(60, 61, 62, 60, seed=2)
-    params = SamplingParams.override(PARAMS, max_new_tokens=12, speculative_tokens=speculative)
-    expected = [_bits(_engine(model).generate(prompt, params)) for prompt in prompts]
+    params = SamplingParams.override(PARAMS, max_new_tokens=12)
+    expected = [_engine(model).generate(prompt, params) for prompt in prompts]
     own = _engine(model, kv_cache_tokens=3 * PAGE_SIZE, max_batch_tokens=50, max_running=8)
-    assert [_bits(c) for c in own.generate(prompts, params)] == expected
+    force_drafts(own.engine(), sequences_of(expected))
+    outs = own.generate(prompts, params, speculative_tokens=speculative)
+    assert [_bits(c) for c in outs] == [_bits(c) for c in expected]
+    if speculative:
+        assert_mixed(outs)
     assert own.engine().stats.preemptions > 0
 
 
@@ -150,7 +161,8 @@ def test_padding_is_never_stored_and_stale_memory_never_read():
             if tensor is not None:
                 tensor.fill_(torch.nan)
     prompts = _prompts("tiny")[:3]
-    assert [_bits(c) for c in own.generate(prompts, PARAMS)] == _alone("tiny", torch.float32)[:3]
+    alone = _alone("tiny", torch.float32)[:3]
+    assert [_bits(c) for c in own.generate(prompts, PARAMS)] == [_bits(c) for c in alone]
     written = sum(len(prompt) + NEW - 1 for prompt in prompts)
     for layer in cache.layers[: model.config.num_hidden_layers]:
         assert int(layer.latent.isfinite().all(-1).sum()) == written

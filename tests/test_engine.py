@@ -18,6 +18,7 @@ from tests.engines import (
     tiny_model,
     with_engine,
 )
+from tests.speculation import assert_mixed, force_drafts, sequences_of
 
 # The tiny model attends to 7 keys: every prompt here but the shortest is longer than that.
 LENGTHS = (1, 3, 9, 30, 67)
@@ -203,10 +204,16 @@ def test_greedy_ignores_seed_and_company(model, prompts, expected):
 def test_a_seed_gives_the_same_tokens_in_any_company_and_under_preemption(model):
     prompts = prompts_of(60, 61, 62, seed=4)
     params = SamplingParams(temperature=1.0, max_new_tokens=20, seed=11, ignore_eos=True)
-    alone = [_ids([with_engine(model).generate(prompt, params)])[0] for prompt in prompts]
+    plain = [
+        with_engine(model).generate(prompt, params, speculative_tokens=0) for prompt in prompts
+    ]
+    alone = _ids(plain)
     assert len({tuple(ids) for ids in alone}) == 3
     own = with_engine(model, kv_cache_tokens=64 * 3, max_batch_tokens=50, max_running=7)
-    assert _ids(own.generate(prompts, params)) == alone
+    force_drafts(own.engine(), sequences_of(plain))
+    completions = own.generate(prompts, params)
+    assert _ids(completions) == alone
+    assert_mixed(completions)
     assert own.engine().stats.preemptions > 0
     other = SamplingParams.override(params, seed=12)
     assert _ids(own.generate(prompts, other)) != alone

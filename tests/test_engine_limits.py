@@ -7,8 +7,9 @@ import torch
 
 from glm53 import GLM53, SamplingParams
 from tests.engines import assert_idle, audit, greedy, prompts_of, tiny_model, with_engine
+from tests.speculation import assert_mixed, force_drafts
 
-NEW = 5
+NEW = 8  # the second step verifies 5 drafts, the last that has any 2
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
 POISON = 100  # an id whose embedding is NaN; the prompts here do not hold it
 
@@ -19,12 +20,6 @@ def model() -> GLM53:
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = torch.nan
     return model
-
-
-@pytest.fixture
-def own(model) -> GLM53:
-    """An engine of its own, idle again after the test."""
-    return with_engine(model, kv_cache_tokens=64 * 3)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +34,24 @@ def expected(model, prompts) -> list[list[int]]:
     return outputs
 
 
+@pytest.fixture
+def own(model, prompts, expected) -> GLM53:
+    """An engine of its own, idle again after the test. Drafts are accepted and rejected."""
+    own = with_engine(model, kv_cache_tokens=64 * 3)
+    _draft_some(own, prompts, expected)
+    return own
+
+
+def _draft_some(own: GLM53, prompts, expected) -> None:
+    force_drafts(own.engine(), [p + ids for p, ids in zip(prompts, expected, strict=True)])
+
+
 def _check(own: GLM53, prompts, expected) -> None:
     """The engine is idle and works."""
     assert_idle(own.engine())
     completions = own.generate(prompts, GREEDY)
     assert [list(c.token_ids) for c in completions] == expected
+    assert_mixed(completions)
     assert_idle(own.engine())
 
 
@@ -165,6 +173,7 @@ def test_logits_that_turn_nan_later_keep_the_tokens_before(own, prompts, expecte
 @pytest.mark.parametrize("budget", [3, 1000])
 def test_nan_prompt_logits(model, prompts, expected, budget):
     own = with_engine(model, max_batch_tokens=budget)
+    _draft_some(own, prompts, expected)
     poisoned = [*prompts[1][:5], POISON, *prompts[1][5:]]
     good, bad = own.generate([prompts[0], poisoned], GREEDY, prompt_logprobs=0)
     assert list(good.token_ids) == expected[0] and len(good.prompt_logprobs) == len(prompts[0])
@@ -328,6 +337,7 @@ def test_cancel(own, prompts, expected):
 
 def test_cancelling_a_prompt_half_way(model, prompts, expected):
     own = with_engine(model, max_batch_tokens=7)
+    _draft_some(own, prompts, expected)
     engine = own.engine()
     request_id = engine.add(prompts[0], SamplingParams.override(GREEDY, prompt_logprobs=0))
     engine.step()

@@ -12,6 +12,7 @@ import torch
 
 from glm53 import GLM53, SamplingParams
 from tests.engines import logits_of, prompts_of, tiny_model, with_engine
+from tests.speculation import assert_mixed, force_drafts, ids_of, sequences_of
 from tests.test_readme import ROOT
 
 TOLERANCE = 1e-5
@@ -34,7 +35,12 @@ def model_and_prompts(request) -> tuple[GLM53, list[list[int]]]:
 def test_three_ways(model_and_prompts, budget, count, speculative):
     model, prompts = model_and_prompts
     own = with_engine(model, max_batch_tokens=budget, max_running=3)
+    plain = with_engine(model).generate(prompts[:count], PARAMS, speculative_tokens=0)
+    force_drafts(own.engine(), sequences_of(plain), vocab_size=model.config.vocab_size)
     outs = own.generate(prompts[:count], PARAMS, speculative_tokens=speculative)
+    assert ids_of(outs) == ids_of(plain)
+    if speculative:
+        assert_mixed(outs)
     scores = own.score([[*c.prompt_token_ids, *c.token_ids] for c in outs])
     for completion, score in zip(outs, scores, strict=True):
         ids = [*completion.prompt_token_ids, *completion.token_ids]

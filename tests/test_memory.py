@@ -14,13 +14,19 @@ from glm53 import GLM53, Completion, Delta, SamplingParams
 from glm53.request import Request
 from glm53.sampling import SamplerState
 from tests.engines import assert_idle, prompts_of, tiny_model, with_engine
+from tests.speculation import agreeing_model
 
 STATM = Path("/proc/self/statm")
 
 
 @pytest.fixture(scope="module")
 def model() -> GLM53:
-    return tiny_model(3)
+    return agreeing_model(3)
+
+
+def _assert_mixed(model: GLM53) -> None:
+    stats = model.engine().stats
+    assert stats.drafted > stats.accepted > 0
 
 
 def _census() -> Counter:
@@ -73,6 +79,7 @@ def test_a_thousand_requests_leave_nothing(model):
     before, resident = _census(), _resident_bytes() if STATM.exists() else None
     assert sum(_mixed_load(own, seed) for seed in range(20)) == 1000
     assert _census() == before
+    _assert_mixed(own)
     if resident is not None:
         assert _resident_bytes() - resident < 8 << 20
 
@@ -140,6 +147,7 @@ def test_a_decode_step_allocates_nothing_of_the_pools_size(model, hot_tokens):
             engine.add(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0))
         engine.step()
         peaks.append(_peak_bytes(engine))
+        _assert_mixed(own)
     smallest_layer = min(t.nbytes for t in engine._cache.layers[0][:2] if t is not None)
     assert peaks[1] < smallest_layer / 4
     assert peaks[1] <= 1.1 * peaks[0]

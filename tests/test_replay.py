@@ -5,6 +5,7 @@ import torch
 
 from glm53 import Completion, SamplingParams, Trace
 from tests.engines import assert_idle, prompts_of, tiny_model, with_engine
+from tests.speculation import assert_mixed, force_drafts, sequences_of
 
 LENGTHS = (40, 1, 9, 33)
 NEW = 12
@@ -24,8 +25,10 @@ def model():
 def outs(model) -> list[Completion]:
     """Chunked prompts, mixed batches, drafts accepted and rejected."""
     own = with_engine(model, max_batch_tokens=11, max_running=3)
+    plain = with_engine(model).generate(prompts_of(*LENGTHS), PARAMS, speculative_tokens=0)
+    force_drafts(own.engine(), sequences_of(plain))
     outs = own.generate(prompts_of(*LENGTHS), PARAMS, speculative_tokens=3)
-    assert own.engine().stats.drafted > own.engine().stats.accepted
+    assert_mixed(outs)
     assert_idle(own.engine())
     return outs
 
@@ -84,7 +87,10 @@ def test_a_row_for_every_token_that_was_fed(model, outs):
 @pytest.mark.parametrize("arguments", [{}, {"max_batch_tokens": 5, "max_running": 2}])
 def test_however_it_is_computed(model, outs, arguments, speculative):
     own = with_engine(model, **arguments)
+    force_drafts(own.engine(), sequences_of(outs), (1, 3, 0))
     again = own.generate(prompts_of(*LENGTHS), PARAMS, speculative_tokens=speculative)
+    if speculative:
+        assert_mixed(again)
     for first, second in zip(outs, again, strict=True):
         assert first.token_ids == second.token_ids
         _assert_same(_trace(first), _trace(second))
@@ -173,12 +179,17 @@ def test_a_preemption_keeps_the_first_decisions(model):
 
 
 def test_a_stop_among_accepted_drafts_ends_the_trace(model, outs):
+    """All drafts of the second step are right, those beyond the stop as well."""
     prompt, ids = prompts_of(*LENGTHS)[0], outs[0].token_ids
+    stopped = []
     for stop in ids:
-        out = with_engine(model).generate(
-            prompt, PARAMS, speculative_tokens=8, stop_token_ids=(stop,)
-        )
+        own = with_engine(model)
+        force_drafts(own.engine(), sequences_of(outs), (1, 8))
+        out = own.generate(prompt, PARAMS, speculative_tokens=8, stop_token_ids=(stop,))
+        assert out.token_ids == ids[: ids.index(stop) + 1]
         assert _trace(out).num_rows == len(prompt) + len(out.token_ids) - 1
+        stopped.append(out)
+    assert_mixed(stopped)
 
 
 def test_a_cancelled_prompt_has_the_rows_that_were_computed(model):

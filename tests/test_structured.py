@@ -15,7 +15,7 @@ from glm53.sampling.constraints import ConstraintError
 from glm53.tokenizer import IncrementalDetokenizer
 from tests.chats import NANO, TOOLS, nano, user
 from tests.engines import assert_idle, audit, prompts_of, tiny_model, with_engine
-from tests.speculation import agreeing_model, force_drafts, ids_of
+from tests.speculation import agreeing_model, force_drafts, ids_of, sequences_of
 from tests.structured import TAGS, VOCAB_SIZE, is_valid, stop_ids, token_id
 
 SCHEMA = {
@@ -29,6 +29,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 REGEX = r"[a-c]{2,9}(/[xyz ]{1,6})+"
+AFTER_THE_END = [5] * 8  # what is drafted there
 OVERRIDES = {"vocab_size": VOCAB_SIZE, "eos_token_id": tuple(stop_ids())}
 ENDS_SOON = {token_id(text): 6.0 for text in ("</think>", "</arg_value>", "</tool_call>", '"')}
 WEATHER = {
@@ -104,10 +105,20 @@ SAMPLINGS = [
 def forcing(model: GLM53, prompt, plain) -> GLM53:
     """Drafts that are right 0, 2, 1, 3 times for the completions of `plain`, in their order."""
     drafting = with_engine(model)
-    after_the_end = [5] * 8
-    sequences = {i: [*prompt, *out.token_ids, *after_the_end] for i, out in enumerate(plain)}
+    sequences = {i: [*prompt, *out.token_ids, *AFTER_THE_END] for i, out in enumerate(plain)}
     force_drafts(drafting.engine(), sequences, (0, 2, 1, 3), VOCAB_SIZE)
     return drafting
+
+
+def chatted(model: GLM53, drafts: int, **fields):
+    """A reply; with drafts, some of them right and some wrong, the one of plain decoding."""
+    reply = model.chat([user("q")], speculative_tokens=0, **fields)
+    if drafts:
+        plain, drafting = reply, forcing(model, reply.prompt_token_ids, [reply])
+        reply = drafting.chat([user("q")], speculative_tokens=drafts, **fields)
+        assert reply.token_ids == plain.token_ids
+        assert_drafted([reply])
+    return reply
 
 
 def test_any_sampling_with_and_without_drafts(model):
@@ -157,9 +168,13 @@ def test_completions_of_one_prompt_under_preemption(model):
     (prompt,) = prompts_of(100, vocab_size=4000)
     fields = {"json_schema": SCHEMA, "seed": 3, "n": 5, "max_new_tokens": 90}
     fields |= {"logit_bias": ENDS_SOON | {token_id('"'): 1.0}}
+    plain = model.generate(prompt, speculative_tokens=0, **fields)
+    sequences = [[*ids, *AFTER_THE_END] for ids in sequences_of(plain)]
+    force_drafts(small.engine(), sequences, vocab_size=VOCAB_SIZE)
     got = small.generate(prompt, speculative_tokens=3, **fields)
     assert small.engine().stats.preemptions > 0
-    assert ids_of(got) == ids_of(model.generate(prompt, speculative_tokens=0, **fields))
+    assert ids_of(got) == ids_of(plain)
+    assert_drafted(got)
     assert len({out.token_ids for out in got}) > 1
     for out in got:
         if out.finish_reason == "stop":
@@ -349,13 +364,13 @@ def test_the_embedded_model_writes_json():
 def test_reasoning_comes_before_the_constraint(model, drafts):
     thought = 0
     for seed in range(4):
-        reply = model.chat(
-            [user("q")],
+        reply = chatted(
+            model,
+            drafts,
             json_schema=SCHEMA,
             seed=seed,
             logit_bias=ENDS_SOON | {token_id("</think>"): 5.0},
             max_new_tokens=150,
-            speculative_tokens=drafts,
         )
         assert reply.finish_reason == "stop" and not reply.tool_calls
         thought += bool(reply.reasoning)
@@ -398,14 +413,14 @@ def test_forced_calls(model, name, drafts):
     schemas = {"weather": WEATHER["function"]["parameters"], "now": {"type": "object"}}
     called = set()
     for seed in range(4):
-        reply = model.chat(
-            [user("q")],
+        reply = chatted(
+            model,
+            drafts,
             tools=tools,
             tool_choice=choice,
             seed=seed,
             logit_bias=ENDS_SOON | dict.fromkeys(stop_ids(), 3.0),
             max_new_tokens=200,
-            speculative_tokens=drafts,
         )
         assert reply.finish_reason == "stop" and reply.stop_reason in stop_ids()
         assert reply.tool_calls and not reply.content
