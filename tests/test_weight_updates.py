@@ -8,6 +8,7 @@ import torch
 
 from glm53 import SamplingParams
 from tests.engines import assert_idle, prompts_of, tiny_model, with_engine
+from tests.speculation import agreeing_model, assert_mixed
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True, speculative_tokens=0)
 
@@ -189,6 +190,24 @@ def test_ordinary_weights_written_in_inference_mode():
     with torch.inference_mode():
         _o_proj(model.network).weight.mul_(1.5)
     assert model.generate(prompt, PARAMS).metrics.cached_tokens == 0
+
+
+def test_an_update_of_the_mtp_layer():
+    """No token changes; the drafts are those of an engine that never knew the old weights."""
+    model = agreeing_model(1)
+    own, (prompt,) = with_engine(model), prompts_of(130)
+    params = SamplingParams.override(PARAMS, max_new_tokens=24, speculative_tokens=3)
+    before = [own.generate(prompt, params) for _ in range(2)]
+    assert [c.metrics.cached_tokens for c in before] == [0, 128]
+    with torch.no_grad():
+        model.network.model.layers[-1].self_attn.kv_a_proj_with_mqa.weight.mul_(-3)
+        model.network.model.layers[-1].eh_proj.weight[:, model.config.hidden_size :].mul_(3)
+    again, fresh = own.generate(prompt, params), with_engine(model).generate(prompt, params)
+    assert again.metrics.cached_tokens == 0
+    assert again.token_ids == fresh.token_ids == before[0].token_ids
+    assert again.metrics.accepted_at == fresh.metrics.accepted_at != before[0].metrics.accepted_at
+    assert_mixed([*before, again, fresh])
+    assert_idle(own.engine())
 
 
 def _write_through_data(network):
