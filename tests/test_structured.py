@@ -110,6 +110,14 @@ def forcing(model: GLM53, prompt, plain) -> GLM53:
     return drafting
 
 
+def forcing_one(model: GLM53, plain) -> GLM53:
+    """As `forcing`, for requests that go on as this completion; others keep their own drafts."""
+    drafting = with_engine(model)
+    sequence = [*plain.prompt_token_ids, *plain.token_ids, *AFTER_THE_END]
+    force_drafts(drafting.engine(), [sequence], (0, 2, 1, 3), VOCAB_SIZE)
+    return drafting
+
+
 def chatted(model: GLM53, drafts: int, **fields):
     """A reply; with drafts, some of them right and some wrong, the one of plain decoding."""
     reply = model.chat([user("q")], speculative_tokens=0, **fields)
@@ -185,16 +193,17 @@ def test_completions_of_one_prompt_under_preemption(model):
 def test_only_the_completion_without_a_token_fails(model):
     (prompt,) = prompts_of(9, vocab_size=4000)
     fields = SamplingParams(temperature=0.0, max_new_tokens=12, speculative_tokens=3)
-    free = model.generate(prompt, fields)
     over = SamplingParams.override
+    free = model.generate(prompt, over(fields, speculative_tokens=0))
     params = [
         fields,
         over(fields, regex="[ac]{5}b+", allowed_token_ids=[*map(token_id, "ac"), *stop_ids()]),
         over(fields, regex="[a-c]{4}", seed=1),
         over(fields, regex="ab", min_new_tokens=9),
     ]
-    outs = run(model, prompt, params)
+    outs = run(forcing_one(model, free), prompt, params)
     assert outs[0].token_ids == free.token_ids
+    assert_drafted(outs[:1])
     assert re.fullmatch("[a-c]{4}", outs[2].text) and outs[2].finish_reason == "stop"
     for out in (outs[1], outs[3]):
         assert out.finish_reason == "error"
@@ -488,9 +497,12 @@ def test_masks_have_no_effect_on_other_rows(model):
     """A batch of a constrained and a free completion: the free one's log-probabilities stay."""
     (prompt,) = prompts_of(20, vocab_size=4000)
     free = SamplingParams(temperature=0.0, max_new_tokens=8, logprobs=3, speculative_tokens=3)
-    alone = model.generate(prompt, free)
-    _, beside = run(model, prompt, [SamplingParams.override(free, json_schema=SCHEMA), free])
+    over = SamplingParams.override
+    alone = model.generate(prompt, over(free, speculative_tokens=0))
+    params = [over(free, json_schema=SCHEMA), free]
+    _, beside = run(forcing_one(model, alone), prompt, params)
     assert beside.token_ids == alone.token_ids
+    assert_drafted([beside])
     for one, other in zip(alone.logprobs, beside.logprobs, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
     assert torch.isfinite(torch.tensor([v for d in beside.logprobs for v in d.values()])).all()
