@@ -12,7 +12,6 @@ Decoding is greedy: what is compared must compute the same. A process of its own
 implementation its own peak memory; only one of them is at work at any time.
 """
 
-import inspect
 import json
 import multiprocessing
 import resource
@@ -80,12 +79,9 @@ class Ours:
             kv_cache_tokens=settings.cache_tokens,
             max_batch_tokens=CHUNK,
             prefix_caching=False,  # a later round would find the prompts of the first
+            compile=settings.compile,
             progress=False,
         )
-        if settings.compile:
-            if "compile" not in inspect.signature(GLM53.from_pretrained).parameters:
-                raise ValueError("--compile: this version of glm53 does not compile")
-            options["compile"] = True
         self.device = settings.device
         self.synchronise = torch.cuda.synchronize if "cuda" in settings.device else lambda: None
         self.model = GLM53.from_pretrained(settings.model, **options)
