@@ -9,8 +9,9 @@ softmax and sums are fp32.
 import torch
 from torch import Tensor, fx
 
+from glm53.compile.rewrites.retarget import retarget
+
 MAX_ROWS = 8
-_TARGETS = (torch.ops.glm53.sparse_mla, torch.ops.glm53.sparse_mla.default)
 
 
 def gathered_mla(
@@ -35,11 +36,4 @@ def gathered_mla(
 
 def rewrite(graph: fx.Graph) -> int:
     """Replaces the operators whose number of rows is static and at most MAX_ROWS; how many."""
-    count = 0
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in _TARGETS:
-            rows = node.args[0].meta["example_value"].shape[0]
-            if isinstance(rows, int) and rows <= MAX_ROWS:
-                node.target = gathered_mla
-                count += 1
-    return count
+    return retarget(graph, torch.ops.glm53.sparse_mla, gathered_mla, MAX_ROWS)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from glm53.compile.rewrites.retarget import retarget
+
 MAX_ROWS = 2
-_TARGETS = (torch.ops.glm53.routed_experts, torch.ops.glm53.routed_experts.default)
 
 
 def experts_by_pairs(
@@ -32,11 +33,4 @@ def experts_by_pairs(
 
 def rewrite(graph: fx.Graph) -> int:
     """Replaces the operators whose number of rows is static and at most MAX_ROWS; how many."""
-    count = 0
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in _TARGETS:
-            rows = node.args[0].meta["example_value"].shape[0]
-            if isinstance(rows, int) and rows <= MAX_ROWS:
-                node.target = experts_by_pairs
-                count += 1
-    return count
+    return retarget(graph, torch.ops.glm53.routed_experts, experts_by_pairs, MAX_ROWS)
