@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from glm53.compile.rewrites.retarget import retarget
+from glm53.compile.rewrites.skinny_linear import in_memory
 
 MAX_ROWS = 2
 
@@ -19,7 +20,7 @@ def experts_by_pairs(
 ) -> Tensor:
     """`glm53.ops.routed_experts`; an id outside [0, E) contributes nothing there as here."""
     parts = []
-    rows = zip(x_TD.unbind(0), ids_TK.unbind(0), weights_TK.unbind(0), strict=True)
+    rows = zip(in_memory(x_TD).unbind(0), ids_TK.unbind(0), weights_TK.unbind(0), strict=True)
     for x_D, ids_K, weights_K in rows:
         known_K = (ids_K >= 0) & (ids_K < gate_up_EFD.shape[0])
         ids_K = torch.where(known_K, ids_K, 0)
