@@ -6,8 +6,9 @@
 
 q = [q_nope @ W_UK | q_pe], a row = [latent (value_dim) | rope key]. Only selected rows are read:
 causality lives in the indices, so there is no mask besides "index < 0 is not a key". A row of
-queries without a valid index gives out = 0 and lse = -inf. Softmax and sums are fp32 (fp64 for
-fp64 inputs).
+queries without a valid index gives out = 0 and lse = -inf. Scores, softmax and sums are fp32 (fp64
+for fp64 inputs); for inputs of half precision the softmax is rounded to their dtype before it is
+multiplied by the values, as in FlashAttention (Dao, 2023).
 
 q_THX [T, H, X], rows_MX [M, X], indices_TL [T, L] int32, counts_T [T] int32 (valid entries of each
 row). Returns out_THC [T, H, value_dim] in q's dtype and lse_TH [T, H].
@@ -82,7 +83,22 @@ def _attend_own(
     q_THX: Tensor, keys_TLX: Tensor, valid_TL: Tensor, value_dim: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Every query over keys of its own."""
-    scores_THL = torch.bmm(q_THX, keys_TLX.mT).mul_(scale)
+    dtype = compute_dtype(q_THX.dtype)
+    if q_THX.device.type == "cpu" and dtype != q_THX.dtype:
+        # Heads as the rows of one product per query, keys and values in one matrix: twice as fast
+        # as two products in fp32 (16 heads, 512 keys, 2 threads), although the rope part of the
+        # values is computed for nothing.
+        mask_TL = torch.zeros_like(valid_TL, dtype=q_THX.dtype).masked_fill_(~valid_TL, -torch.inf)
+        out_T1HX, lse_T1H = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_THX[:, None],
+            keys_TLX[:, None],
+            keys_TLX[:, None],
+            attn_mask=mask_TL[:, None, None],
+            scale=scale,
+        )
+        return out_T1HX[:, 0, :, :value_dim], lse_T1H[:, 0]
+    keys_TLX = keys_TLX.to(dtype)
+    scores_THL = torch.bmm(q_THX.to(dtype), keys_TLX.mT).mul_(scale)
     scores_THL.masked_fill_(~valid_TL[:, None], -torch.inf)
     lse_TH = scores_THL.logsumexp(-1)
     return torch.bmm(scores_THL.softmax(-1), keys_TLX[..., :value_dim]), lse_TH
@@ -92,10 +108,12 @@ def _attend_shared(
     q_THX: Tensor, keys_NX: Tensor, mask_TN: Tensor, value_dim: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """All queries over the same keys, of which each sees those in its row of the mask."""
-    scores_THN = (q_THX.flatten(0, 1) @ keys_NX.T).mul_(scale).view(*q_THX.shape[:2], -1)
+    dtype = compute_dtype(q_THX.dtype)
+    scores_THN = (q_THX.to(dtype).flatten(0, 1) @ keys_NX.to(dtype).T).mul_(scale)
+    scores_THN = scores_THN.view(*q_THX.shape[:2], -1)
     scores_THN.masked_fill_(~mask_TN[:, None], -torch.inf)
     lse_TH = scores_THN.logsumexp(-1)
-    probs_IN = scores_THN.softmax(-1).flatten(0, 1)
+    probs_IN = scores_THN.softmax(-1).flatten(0, 1).to(keys_NX.dtype)
     return (probs_IN @ keys_NX[:, :value_dim]).view(*q_THX.shape[:2], -1), lse_TH
 
 
@@ -134,7 +152,7 @@ def attend(
 
     with no_autocast(q_THX):
         for tile in _tiles(num_rows, shared_rows if share else own_rows):
-            q_tile, slots_tile = q_THX[tile].to(dtype), slots_TL[tile, :width]
+            q_tile, slots_tile = q_THX[tile], slots_TL[tile, :width]
             valid_TL, filled_TL = slots_tile >= 0, _fill(slots_tile)
             if share:
                 slots_N, places_TL = _union(filled_TL)
@@ -148,7 +166,6 @@ def attend(
                     len(q_tile), len(slots_N), dtype=torch.bool, device=q_THX.device
                 )
                 mask_TN.scatter_(1, places_TL, True)
-                keys_NX = keys_NX.to(dtype)
                 parts = [_attend_shared(q_tile, keys_NX, mask_TN, value_dim, scale)]
             else:
                 parts = []
@@ -158,9 +175,7 @@ def attend(
                     else:  # one part, and every entry has a row of its own
                         keys_TLX = keys_NX.unflatten(0, (-1, width))
                     parts.append(
-                        _attend_own(
-                            q_tile[part], keys_TLX.to(dtype), valid_TL[part], value_dim, scale
-                        )
+                        _attend_own(q_tile[part], keys_TLX, valid_TL[part], value_dim, scale)
                     )
             empty_T = ~valid_TL.any(-1)
             outs, lses = (torch.cat(results) for results in zip(*parts, strict=True))
@@ -179,7 +194,7 @@ def _sparse_mla(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     def gather(tile: slice, slots_N: Tensor, places_TL: Tensor) -> Tensor:
-        return rows_MX[slots_N]
+        return rows_MX.index_select(0, slots_N)
 
     return attend(q_THX, indices_TL, counts_T, value_dim, scale, gather)
 

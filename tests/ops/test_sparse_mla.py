@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ def _run(case):
     return sparse_mla(*case, value_dim=VALUE_DIM, scale=SCALE)
 
 
-def loop_attention(q, rows, indices, counts):
-    """Softmax spelled out per token and head, in fp64."""
+def loop_attention(q, rows, indices, counts, value=lambda row: row):
+    """Softmax spelled out per token and head, in fp64; of `value` of the rows."""
     out = torch.zeros(*q.shape[:2], VALUE_DIM, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for t in range(q.shape[0]):
@@ -47,7 +48,7 @@ def loop_attention(q, rows, indices, counts):
                 if i >= 0:
                     weight = math.exp(SCALE * torch.dot(q[t, h].double(), rows[i].double()).item())
                     total += weight
-                    out[t, h] += weight * rows[i, :VALUE_DIM].double()
+                    out[t, h] += weight * value(rows[i, :VALUE_DIM].double())
             if total:
                 out[t, h] /= total
                 lse[t, h] = math.log(total)
@@ -69,13 +70,22 @@ def test_fp64_is_computed_in_fp64():
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_bf16_rounds_only_inputs_and_output():
-    case = _case(dtype=torch.bfloat16)
-    out, lse = _run(case)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["own", "shared"])
+def test_half_precision_rounds_inputs_softmax_and_output(form, dtype):
+    """Two roundings to nearest, of every weight and of the result: bounded by the unit roundoff
+    times the sum of |weight * value|, each. Scores and the log of their sum are not rounded."""
+    same = [[*range(20), -1]] * MODULE.MIN_SHARED_ROWS
+    case = _case(same if form == "shared" else None, dtype=dtype)
+    with mock.patch.object(MODULE, "_attend_shared", wraps=MODULE._attend_shared) as shared:
+        out, lse = _run(case)
+    assert shared.called == (form == "shared")
+    assert out.dtype == dtype and lse.dtype == torch.float32
     expected_out, expected_lse = loop_attention(*case)
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    assert torch.equal(out, expected_out.to(torch.bfloat16))
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-6)
+    weighed, _ = loop_attention(case[0], case[1], case[2], case[3], value=torch.abs)
+    unit = torch.finfo(dtype).eps / 2
+    assert ((out.double() - expected_out).abs() <= 2.01 * unit * weighed).all()
 
 
 def test_rows_without_a_key_give_zero_and_minus_infinity():
