@@ -171,7 +171,9 @@ def attend(
                 parts = []
                 for part in _tiles(len(q_tile), own_rows):
                     if share:
-                        keys_TLX = keys_NX[places_TL[part]]
+                        places_PL = places_TL[part]
+                        keys_PX = keys_NX.index_select(0, places_PL.flatten())
+                        keys_TLX = keys_PX.view(*places_PL.shape, row_dim)
                     else:  # one part, and every entry has a row of its own
                         keys_TLX = keys_NX.unflatten(0, (-1, width))
                     parts.append(
