@@ -21,7 +21,7 @@ def close(ours, exact, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 5])
 def test_products(rows, dtype):
     x, w = torch.randn(rows, 37).to(dtype), torch.randn(23, 37).to(dtype)
     bias = torch.randn(23).to(dtype)
@@ -36,11 +36,11 @@ def test_products(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3])
 def test_experts_leave_out_unknown_ids(rows, dtype):
     x = torch.randn(rows, 13).to(dtype)
     gate_up, down = torch.randn(5, 14, 13).to(dtype), torch.randn(5, 13, 7).to(dtype)
-    ids = torch.tensor([[4, 0, 2], [1, 5, -1]])[:rows]
+    ids = torch.tensor([[4, 0, 2], [1, 5, -1], [2, 0, 3]])[:rows]
     weights = torch.rand(rows, 3)
     ours = skinny_experts.experts_by_pairs(x, gate_up, down, ids, weights)
     doubles = (t.double() for t in (x, gate_up, down))
@@ -64,20 +64,37 @@ def test_attention_reads_selected_rows_only(dtype):
 
 # Of a decoder with 4 layers, 3 full ones, of which 3 have routed experts.
 LINEAR = 4 * 4 + 3 * 3 + 1 * 3 + 3 * (1 + 3)  # attention, indexer, dense MLP, router and shared
-EINSUMS = 4 * 2
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 9, None])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, None])
 def test_counts(rows):
     """None: the number of rows is dynamic."""
     (graph,) = decode_graphs(tiny_config(num_nextn_predict_layers=0), rows)
     few = rows is not None
+    products = LINEAR * (few and rows <= 4) + 4 * (few and rows <= 2) + 4 * (few and rows <= 16)
     assert rewrite(graph, REWRITES) == {
-        "skinny_linear": LINEAR + EINSUMS if few and rows <= 2 else 0,
-        "skinny_experts": 3 if few and rows <= 2 else 0,
-        "skinny_attention": 4 if few and rows <= 8 else 0,
+        "skinny_linear": products,
+        "skinny_experts": 3 if few and rows <= 16 else 0,
+        "skinny_attention": 4 if few and rows <= 16 else 0,
         "inline_conversion": 3,
     }
+
+
+def test_wide_products_of_four_rows_are_left_to_the_gemm():
+    config = tiny_config(
+        num_hidden_layers=1,
+        indexer_types=("full",),
+        mlp_layer_types=("dense",),
+        num_nextn_predict_layers=0,
+        intermediate_size=1032,
+    )
+    for rows, wide in ((4, 1), (5, 10), (2, 0)):
+        (graph,) = decode_graphs(config, rows)
+        rewrite(graph, ("skinny_linear",))
+        left = [node for node in graph.graph.nodes if node.target is F.linear]
+        assert len(left) == wide
+        if rows == 4:
+            assert left[0].args[0].meta["example_value"].shape == (4, 1032)
 
 
 def test_no_rewrite_leaves_the_model_as_it_is():

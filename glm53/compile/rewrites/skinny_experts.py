@@ -1,8 +1,11 @@
 """Routed experts of few tokens, pair by pair, as reductions.
 
-`routed_experts` sorts (token, expert) pairs by expert, on the host. For a handful of pairs that
-costs more than it saves: here each pair reads its expert where it lies, through its index, and the
-compiler fuses activation, weights and the sum over experts. Sums are fp32.
+`routed_experts` groups (token, expert) pairs by expert on the host and multiplies each group by a
+GEMM, which for a handful of rows does not reach the memory's speed. Here each pair reads its expert
+where it lies, through its index, in one loop over all pairs, and the compiler fuses activation,
+weights and the sum over experts. Sums are fp32.
+
+Pairs of one expert follow each other: the first reads it from memory, the others from a cache.
 """
 
 import torch
@@ -12,24 +15,32 @@ from torch import Tensor, fx
 from glm53.compile.rewrites.retarget import retarget
 from glm53.compile.rewrites.skinny_linear import in_memory
 
-MAX_ROWS = 2
+# 32 experts of 3 MB, 8 per token, bf16, 2 threads: 4.0, 4.5, 2.2 and 1.9 times as fast as the
+# operator with 2, 4, 8 and 16 rows.
+MAX_ROWS = 16
 
 
 def experts_by_pairs(
     x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """`glm53.ops.routed_experts`; an id outside [0, E) contributes nothing there as here."""
-    parts = []
-    rows = zip(in_memory(x_TD).unbind(0), ids_TK.unbind(0), weights_TK.unbind(0), strict=True)
-    for x_D, ids_K, weights_K in rows:
-        known_K = (ids_K >= 0) & (ids_K < gate_up_EFD.shape[0])
-        ids_K = torch.where(known_K, ids_K, 0)
-        both_KF = (gate_up_EFD[ids_K].float() * x_D.float()).sum(-1)
-        gate_KF, up_KF = both_KF.chunk(2, dim=-1)
-        hidden_K1F = (F.silu(gate_KF) * up_KF).unsqueeze(1)
-        out_KD = (down_EDF[ids_K].float() * hidden_K1F).sum(-1)
-        parts.append(torch.where(known_K, weights_K, 0).unsqueeze(-1) * out_KD)
-    return torch.stack([part_KD.sum(0) for part_KD in parts]).to(x_TD.dtype)
+    num_tokens, per_token = ids_TK.shape
+    known_TK = (ids_TK >= 0) & (ids_TK < gate_up_EFD.shape[0])
+    weights_TK1 = torch.where(known_TK, weights_TK, 0).unsqueeze(-1)
+    experts_P = torch.where(known_TK, ids_TK, 0).flatten()
+    rows_TD = in_memory(x_TD.float())
+    if num_tokens == 1:
+        x_P1D = rows_TD.unsqueeze(1)
+    else:
+        order_P = experts_P.argsort(stable=True)
+        experts_P = experts_P[order_P]
+        x_P1D = rows_TD[order_P // per_token].unsqueeze(1)
+    gate_PF, up_PF = (gate_up_EFD[experts_P].float() * x_P1D).sum(-1).chunk(2, dim=-1)
+    hidden_P1F = (F.silu(gate_PF) * up_PF).unsqueeze(1)
+    out_PD = (down_EDF[experts_P].float() * hidden_P1F).sum(-1)
+    if num_tokens > 1:
+        out_PD = out_PD[order_P.argsort()]
+    return (out_PD.view(num_tokens, per_token, -1) * weights_TK1).sum(1).to(x_TD.dtype)
 
 
 def rewrite(graph: fx.Graph) -> int:
