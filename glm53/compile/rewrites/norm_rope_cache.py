@@ -78,11 +78,7 @@ def rewrite(graph: fx.Graph) -> int:
             continue
         queries = [norm for norm in norms if _query_fits(norm, latents, write)]
         if len(queries) == 1:
-            keys = None if next_write is None else first_match(_INDEX_KEYS, next_write.args[0])
-            if keys is None or not _keys_fit(keys, next_write, latents, write):
-                _replace(graph, queries[0], latents, write)
-            else:
-                _replace(graph, queries[0], latents, write, keys, next_write)
+            _replace(graph, queries[0], latents, write, _keys_of(latents, write, next_write))
             count += 1
     return count
 
@@ -110,22 +106,27 @@ def _query_fits(query: Match, latents: Match, write: fx.Node) -> bool:
     )
 
 
-def _keys_fit(keys: Match, keys_write: fx.Node, latents: Match, write: fx.Node) -> bool:
-    _, slots, cache = keys_write.args
-    return (
-        set(keys.output.users) == {keys_write}
+def _keys_of(latents: Match, write: fx.Node, next_write: fx.Node | None) -> Match | None:
+    """The chain before `next_write`, if that is the same layer's and may take place at `write`."""
+    keys = None if next_write is None else first_match(_INDEX_KEYS, next_write.args[0])
+    if next_write is None or keys is None:
+        return None
+    _, slots, cache = next_write.args
+    fits = (
+        set(keys.output.users) == {next_write}
         and _projected_from(keys["key"]) is _projected_from(latents["kv_a"])
         and example(keys["key"]).dim() == 2
         and same_dtype(keys["key"], latents["kv_a"])
         and keys.get("cos", "sin") == latents.get("cos", "sin")
         and keys["rotary_dim"] == latents["rotary_dim"]
         and slots is write.args[1]
-        # They may be written earlier: nobody has seen the cache, and nothing else is written.
+        # Nobody has seen this cache yet, and nothing else is written in between.
         and isinstance(cache, fx.Node)
         and cache.op == "placeholder"
-        and min(cache.users) is keys_write
-        and not any(_has_effect(node) for node in _between(write, keys_write))
+        and min(cache.users) is next_write
+        and not any(_has_effect(node) for node in _between(write, next_write))
     )
+    return keys if fits else None
 
 
 def _projected_from(node: fx.Node) -> Any:
@@ -157,16 +158,13 @@ def _later(nodes: Iterable[fx.Node], place: fx.Node) -> set[fx.Node]:
 
 
 def _replace(
-    graph: fx.Graph,
-    query: Match,
-    latents: Match,
-    write: fx.Node,
-    keys: Match | None = None,
-    keys_write: fx.Node | None = None,
+    graph: fx.Graph, query: Match, latents: Match, write: fx.Node, keys: Match | None
 ) -> None:
     _, slots, cache = write.args
-    index_arguments, index_numbers = (None,) * 4, (0.0, False)
-    if keys is not None and keys_write is not None:
+    index_arguments: tuple = (None,) * 4
+    index_numbers = 0.0, False
+    if keys is not None:
+        (keys_write,) = keys.output.users
         index_arguments = *keys.get("key", "weight", "bias"), keys_write.args[2]
         index_numbers = keys.get("eps", "interleave")
         for node in sorted(_later(index_arguments, write)):

@@ -1,8 +1,8 @@
 """Chains of operators found in a graph by the code that computes them.
 
-A pattern is what tracing a function leaves: its parameters stand for anything, a node or a constant,
-and everything else has to be there as it is written: operators, order of operands, other constants.
-Patterns call the model's own functions, so they follow the model's source.
+A pattern is what tracing a function leaves. Its parameters stand for any node or constant; all else
+has to be there as it is written, operators, the order of operands, constants. Patterns call the
+model's own functions, so that they follow its source.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
 
 from glm53.model import Indexer, RMSNorm
 
@@ -42,14 +43,15 @@ class Pattern:
 
     def __init__(self, function: Callable[..., Tensor], **constants) -> None:
         self._constants = constants
-        self._kinds = {
-            name: parameter.annotation
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name not in constants
-        }
         graph = fx.Graph()
-        tracer = fx.proxy.GraphAppendingTracer(graph)
-        proxies: Any = {name: fx.Proxy(graph.placeholder(name), tracer) for name in self._kinds}
+        tracer = GraphAppendingTracer(graph)
+        self._parameters: dict[fx.Node, tuple[str, type]] = {}
+        proxies: Any = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name not in constants:
+                node = graph.placeholder(name)
+                self._parameters[node] = name, parameter.annotation
+                proxies[name] = fx.Proxy(node, tracer)
         output: Any = function(**proxies, **constants)
         self._output: fx.Node = output.node
 
@@ -64,13 +66,13 @@ class Pattern:
             if pattern in bound:
                 found = bound[pattern]
                 return found is value or (not isinstance(found, fx.Node) and found == value)
-            if pattern.op == "placeholder":
+            if pattern in self._parameters:
                 bound[pattern] = value
-                return isinstance(example(value), self._kinds[pattern.target])
+                return isinstance(example(value), self._parameters[pattern][1])
             if pattern.target is getattr:  # x.dtype, a constant in a graph; x may be found later
                 attributes.append((pattern, value))
                 return True
-            if not isinstance(value, fx.Node) or pattern.target != value.target:
+            if not isinstance(value, fx.Node) or _target(pattern) != _target(value):
                 return False
             bound[pattern] = value
             return same(_arguments(pattern), _arguments(value))
@@ -79,10 +81,11 @@ class Pattern:
             return None
         for pattern, value in attributes:
             owner, name = pattern.args
+            assert isinstance(owner, fx.Node) and isinstance(name, str)
             if getattr(example(bound[owner]), name) != value:
                 return None
-        inputs = {p.target: value for p, value in bound.items() if p.op == "placeholder"}
-        nodes = frozenset(value for p, value in bound.items() if p.op != "placeholder")
+        inputs = {name: bound[p] for p, (name, _) in self._parameters.items()}
+        nodes = frozenset(value for p, value in bound.items() if p not in self._parameters)
         if any(not nodes.issuperset(n.users) for n in nodes if n is not node):
             return None
         return Match(node, nodes, inputs | self._constants)
@@ -140,9 +143,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return RMSNorm.forward(norm, x)
 
 
-def partial_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleave: bool
-) -> Tensor:
+def partial_rope(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleave: bool) -> Tensor:
     config = SimpleNamespace(qk_rope_head_dim=rotary_dim, indexer_rope_interleave=interleave)
     indexer: Any = SimpleNamespace(config=config)
     return Indexer._rope(indexer, x, cos, sin)
@@ -166,6 +167,13 @@ def _same_constant(pattern: Any, value: Any, same: Callable[[Any, Any], bool]) -
             and all(same(pattern[key], value[key]) for key in pattern)
         )
     return type(pattern) is type(value) and pattern == value
+
+
+def _target(node: fx.Node) -> tuple:
+    """torch 2.11 traces `==` as a method."""
+    if node.target == "__eq__":
+        return "call_function", operator.eq
+    return node.op, node.target
 
 
 def _arguments(node: fx.Node) -> tuple | dict:
