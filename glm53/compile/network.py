@@ -36,10 +36,11 @@ class CompiledNetwork:
     def __init__(self, network: Transformer, config: CompileConfig) -> None:
         self.network = network
         self.config = network.config
-        on_cpu = network.device.type == "cpu" and INDEX_SCORES in config.rewrites
+        rewrites = config.rewrites_on(network.device)
+        on_cpu = network.device.type == "cpu" and INDEX_SCORES in rewrites
         self._index_scores = IndexScores() if on_cpu else None
         self.backend = Backend(
-            tuple(name for name in config.rewrites if name != INDEX_SCORES),
+            tuple(name for name in rewrites if name != INDEX_SCORES),
             self._index_scores.index_select if self._index_scores is not None else None,
         )
         self.calls: Counter[tuple[str, int]] = Counter()

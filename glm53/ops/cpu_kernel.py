@@ -2,9 +2,9 @@
 
 `torch.compile` inside an operator would work, but its guards cost more than the kernels here run
 (50 of 70 us), and its recompile limit is one for all models of a process. So the function is traced
-and lowered directly, once for each set of dtypes, widths and constants; the numbers of rows and the
-row strides stay dynamic. Nothing of this runs inside the compilation of a caller, for which the
-operator is opaque and known by its fake.
+and lowered directly, once for each set of dtypes, widths and constants, for few rows and for many;
+the numbers of rows and the row strides stay dynamic. Nothing of this runs inside the compilation of
+a caller, for which the operator is opaque and known by its fake.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,16 @@ from glm53.ops.precision import no_autocast
 # own, and none of them 0 or 1, which would be taken for constants.
 TRACED_ROWS = {"T": 7, "M": 11, "W": 13}
 TRACED_STRIDE = 1 << 14
+# Up to so many rows one thread does it: to share 16 among two took three times as long.
+SERIAL_ROWS = 32
 
 
 class CPUKernel:
     """`function(*tensors, **constants)`, compiled at first use.
 
     rows: one character per tensor. Tensors with the same letter of TRACED_ROWS have the same,
-    dynamic first dimension; "." means a parameter of fixed size. An absent tensor is None.
+    dynamic first dimension; "." means a parameter of fixed size. An absent tensor is None; the
+    first is there and has T rows.
     The function returns a tuple of new tensors and may write into its arguments. The last dimension
     of every tensor must have stride 1.
     """
@@ -37,7 +40,9 @@ class CPUKernel:
 
     def __call__(self, *tensors: Tensor | None, **constants: float) -> tuple[Tensor, ...]:
         present = [x for x in tensors if x is not None]
+        serial = present[0].shape[0] <= SERIAL_ROWS
         key = (
+            serial,
             *constants.values(),
             *[None if x is None else (x.dtype, x.shape[1:]) for x in tensors],
         )
@@ -47,12 +52,12 @@ class CPUKernel:
             from torch._dynamo.convert_frame import compile_lock
 
             with compile_lock:
-                compiled = self._compiled.get(key) or self._compile(tensors, constants)
+                compiled = self._compiled.get(key) or self._compile(tensors, constants, serial)
                 self._compiled[key] = compiled
         return compiled(present)
 
     def _compile(
-        self, tensors: tuple[Tensor | None, ...], constants: dict[str, float]
+        self, tensors: tuple[Tensor | None, ...], constants: dict[str, float], serial: bool
     ) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
         # Imported here: they take a second, and only who runs a fused operator needs them.
         from torch._dynamo.source import ConstantSource
@@ -88,8 +93,8 @@ class CPUKernel:
             return self.function(*[None if x is None else next(rest) for x in tensors], **constants)
 
         # Roundings between two steps are part of the semantics (torch 2.11 ignores the option).
-        roundings = config.patch(emulate_precision_casts=True)
-        with torch.inference_mode(False), torch.no_grad(), roundings:
+        options = {"emulate_precision_casts": True} | ({"cpp.threads": 1} if serial else {})
+        with torch.inference_mode(False), torch.no_grad(), config.patch(options):
             fakes = [fake(i, x) for i, x in enumerate(tensors) if x is not None]
             with fake_mode, no_autocast(fakes[0]):
                 graph = make_fx(traced, decomposition_table=select_decomp_table())(*fakes)

@@ -11,6 +11,7 @@ from torch._inductor.graph import GraphLowering
 from glm53.batch import Batch
 from glm53.cache import PAGE_SIZE, KVCache
 from glm53.compile import CompileConfig, CompiledNetwork
+from glm53.compile.config import ALL_REWRITES
 from glm53.compile.network import DYNAMIC
 from glm53.model import Transformer
 from tests.tiny import randomise, tiny_config
@@ -147,3 +148,13 @@ def test_config_names_what_is_wrong():
             CompileConfig(buckets=buckets)
     with pytest.raises(ValueError, match="'fold'"):
         CompileConfig(rewrites=("skinny_linear", "fold"))
+
+
+def test_rewrites_of_a_device():
+    """On a CPU an operator that fuses what Inductor fuses anyway only costs its call."""
+    fused = {"norm_rope_cache", "index_query", "embed_eh_norm"}
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert set(CompileConfig().rewrites_on(cuda)) == set(ALL_REWRITES)
+    assert set(CompileConfig().rewrites_on(cpu)) == set(ALL_REWRITES) - fused
+    assert CompileConfig(rewrites=()).rewrites_on(cuda) == ()
+    assert CompileConfig(rewrites=("index_query",)).rewrites_on(cpu) == ("index_query",)

@@ -73,6 +73,9 @@ def test_counts(rows):
     few = rows is not None
     products = LINEAR * (few and rows <= 4) + 4 * (few and rows <= 2) + 4 * (few and rows <= 16)
     assert rewrite(graph, REWRITES) == {
+        "norm_rope_cache": 4,
+        "index_query": 4,
+        "embed_eh_norm": 0,
         "skinny_linear": products,
         "skinny_experts": 3 if few and rows <= 16 else 0,
         "skinny_attention": 4 if few and rows <= 16 else 0,
