@@ -9,10 +9,9 @@ from glm53.compile.rewrites import REWRITES
 INDEX_SCORES = "index_scores"
 ALL_REWRITES = (*REWRITES, INDEX_SCORES)
 # What does not pay on a kind of device. On a CPU Inductor fuses norms and ropes by itself, and to
-# call an operator costs more than that: decode steps of the medium checkpoint (batch 1, 2 threads)
-# take 1.02 times as long with norm_rope_cache, 1.04 to 1.08 with index_query, 1.03 to 1.08 with all
-# three; a prompt of 512 rows the same. On CUDA each is one launch, and cache_write, which the first
-# replaces, waits for the device.
+# call an operator costs more: a decode step of the medium checkpoint (batch 1, 2 threads) takes
+# 1.00 to 1.04 times as long with norm_rope_cache, 1.06 with index_query, 1.01 to 1.04 with both. On
+# CUDA each is one launch, and cache_write, which the first replaces, waits for the device.
 _NOT_BY_DEFAULT = {"cpu": ("norm_rope_cache", "index_query", "embed_eh_norm")}
 
 

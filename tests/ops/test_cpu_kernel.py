@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.graph import GraphLowering
 
-from glm53.ops.cpu_kernel import CPUKernel
+from glm53.ops.cpu_kernel import SERIAL_ROWS, CPUKernel
 from tests import fused_cases
 from tests.fused_cases import ODD
 
@@ -62,6 +62,17 @@ def test_other_dtypes_widths_and_constants_are_other_functions():
         assert torch.equal(kernel(x, factor=factor)[0], x * factor)
         assert torch.equal(kernel(x[:2], factor=factor)[0], x[:2] * factor)
     assert len(kernel._compiled) == 4
+
+
+def test_few_rows_are_not_shared_among_threads():
+    kernel = CPUKernel(lambda x, *, factor: (x.sum(-1) * factor,), rows="T")
+    sources = []
+    with mock.patch.object(GraphLowering, "save_output_code", sources.append):
+        for rows in (SERIAL_ROWS, SERIAL_ROWS + 1, 3, 2000):
+            x = torch.randn(rows, 4096)
+            torch.testing.assert_close(kernel(x, factor=2.5)[0], x.sum(-1) * 2.5)
+    assert len(kernel._compiled) == len(sources) == 2
+    assert "#pragma omp parallel" not in sources[0]
 
 
 def test_first_call_inside_autocast_and_inference_mode():
