@@ -126,9 +126,15 @@ ALONE = [pytest.param((name,), marks=pytest.mark.slow, id=name) for name in FUSE
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("rewrites", [(), *ALONE, FUSED], ids="+".join)
 def test_equals_eager(uncompiled, rewrites, dtype):
-    """In a bucket (static) and in the graph of any number of rows; both forms of rope."""
+    """In a bucket (static) and in the graph of any number of rows; both forms of rope.
+
+    In bf16 without a choice of keys and experts, which another rounding may turn.
+    """
     interleave = dtype == FP32
-    config = tiny_config(rope_interleave=interleave, indexer_rope_interleave=not interleave)
+    no_choice = dict(index_topk=40, num_experts_per_tok=6) if dtype == BF16 else {}
+    config = tiny_config(
+        rope_interleave=interleave, indexer_rope_interleave=not interleave, **no_choice
+    )
     model = network(config, dtype)
     compiled = CompiledNetwork(model, CompileConfig(buckets=(4,), rewrites=rewrites))
     for rows in (3, 6):
