@@ -96,17 +96,22 @@ def check_results(model, compiled, rows, dtype):
     truths = forwards(exact, step, hidden.float(), reference)
     for ours, theirs, truth in zip(results, expected, truths, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == dtype
-        error, usual = (x[:rows].float() - truth[:rows] for x in (ours, theirs))
-        if dtype == FP32:
-            assert error.abs().max() <= 2e-5 * truth.abs().max()
-        else:
-            assert error.square().mean() <= 2 * usual.square().mean()
+        check_close(ours[:rows], theirs[:rows], truth[:rows])
     written = torch.zeros(PAGES * PAGE_SIZE, dtype=torch.bool)
     written[step.slots[:rows]] = True
-    for ours, theirs, bits in zip(tensors(twin), tensors(cache), before, strict=True):
+    stores = zip(*map(tensors, (twin, cache, reference)), before, strict=True)
+    for ours, theirs, truth, bits in stores:
         assert torch.equal(as_bits(ours)[~written], bits[~written])
-        close = dict(rtol=1e-4, atol=1e-4) if dtype == FP32 else dict(rtol=0.1, atol=0.1)
-        torch.testing.assert_close(ours[written], theirs[written], **close)
+        check_close(ours[written], theirs[written], truth[written])
+
+
+def check_close(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
+    """To what fp32 gives: in bf16 about as close as eager mode is."""
+    error, usual = ours.float() - truth, theirs.float() - truth
+    if ours.dtype == FP32:
+        assert error.abs().max() <= 3e-5 * truth.abs().max()
+    else:
+        assert error.square().mean() <= 2 * usual.square().mean()
 
 
 def check_padding_alone_writes_nothing(compiled, rows, dtype):
