@@ -123,6 +123,17 @@ class Batch:
             block_table=F.pad(self.block_table, (0, missing_pages, 0, missing_requests), value=-1),
         )
 
+    def compact(self, requests: int) -> "Batch":
+        """With at most so many rows in the block table: those of requests that have rows here,
+        which may not be more. Nothing is read on the host."""
+        if self.block_table.shape[0] <= requests:
+            return self
+        starts_T = F.pad(self.request[1:] != self.request[:-1], (1, 0))
+        request_T = starts_T.cumsum(0).to(torch.int32)
+        table_BP = self.block_table.new_full((requests, self.block_table.shape[1]), -1)
+        table_BP[request_T.long()] = self.block_table[self.request.long()]
+        return replace(self, request=request_T, block_table=table_BP)
+
     def select(self, rows: Tensor | slice) -> "Batch":
         """Some rows, by index [R] or slice; those of one request must stay adjacent."""
         return replace(

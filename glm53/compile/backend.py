@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-from glm53.compile.rewrites import rewrite
+from glm53.compile.capture import Recording
+from glm53.compile.rewrites import capturable, rewrite
 from glm53.compile.split import Report, compile_pieces
 
 
@@ -19,14 +20,40 @@ def _compile(piece: fx.GraphModule, inputs: list) -> Callable:
 class Backend:
     """Given to `torch.compile`; keeps a report of every graph it compiled."""
 
-    def __init__(self, rewrites: tuple[str, ...], at_break: Callable | None = None) -> None:
-        """at_break: see `compile_pieces`."""
+    def __init__(
+        self,
+        rewrites: tuple[str, ...],
+        at_break: Callable | None = None,
+        *,
+        break_on_device: bool = False,
+    ) -> None:
+        """at_break: see `compile_pieces`. break_on_device: what runs at a break reads nothing on
+        the host, so that a graph can be captured whole."""
         self.rewrites = rewrites
         self.at_break = at_break
+        self.break_on_device = break_on_device
         self.reports: list[Report] = []
 
-    def __call__(self, graph: fx.GraphModule, example_inputs: list) -> Callable:
+    def __call__(
+        self, graph: fx.GraphModule, example_inputs: list, recording: Recording | None = None
+    ) -> Callable:
+        """recording: captures the graph."""
         rewrite(graph, self.rewrites)
-        function, report = compile_pieces(graph, _compile, self.at_break)
+        if recording is None:
+            function, report = compile_pieces(graph, _compile, self.at_break)
+        else:
+            function, report = self._captured(graph, recording)
         self.reports.append(report)
         return function
+
+    def _captured(self, graph: fx.GraphModule, recording: Recording) -> tuple[Callable, Report]:
+        def compile_piece(piece: fx.GraphModule, inputs: list) -> Callable:
+            recording.inspect(piece, inputs)
+            return _compile(piece, inputs)
+
+        capturable.rewrite(graph.graph)
+        graph.recompile()
+        if not self.break_on_device:
+            return compile_pieces(graph, compile_piece, self.at_break, recording)
+        function, report = compile_pieces(graph, compile_piece, self.at_break)
+        return recording.piece(function), report

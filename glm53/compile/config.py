@@ -23,10 +23,13 @@ class CompileConfig:
     graph of its own, whose shapes are static; larger ones share a graph with dynamic shapes.
     rewrites: which of ALL_REWRITES are applied, None for those that pay on the network's device;
     without any the graph is the model as written.
+    cuda_graphs: capture the buckets' graphs as CUDA graphs, which needs operators that read nothing
+    on the host: the others are rewritten, whatever `rewrites` says. No effect but on CUDA.
     """
 
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     rewrites: tuple[str, ...] | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False))

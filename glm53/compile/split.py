@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +23,14 @@ BREAKS = (
 )
 
 Compile = Callable[[fx.GraphModule, list], Callable]
+
+
+class Segments(Protocol):
+    """Given every piece and break, in the order they run; gives what is called in their place."""
+
+    def piece(self, function: Callable) -> Callable: ...
+
+    def eager(self, function: Callable) -> Callable: ...
 
 
 @dataclass
@@ -48,8 +57,8 @@ class Report:
         )
 
 
-class _Compiled(torch.nn.Module):
-    """A compiled callable in the place of a piece."""
+class _Called(torch.nn.Module):
+    """A callable in the place of a piece or a break."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
@@ -60,11 +69,15 @@ class _Compiled(torch.nn.Module):
 
 
 def compile_pieces(
-    graph: fx.GraphModule, compile_piece: Compile, at_break: Callable | None = None
+    graph: fx.GraphModule,
+    compile_piece: Compile,
+    at_break: Callable | None = None,
+    segments: Segments | None = None,
 ) -> tuple[Callable, Report]:
     """A callable with the graph's inputs and outputs, of which every piece is compiled.
 
     at_break: called between pieces, with the arguments of `glm53::index_select`, in its place.
+    segments: what wraps compiled pieces and breaks; None: nothing.
     """
     report = Report()
     part, parts, is_break = 0, {}, set()
@@ -106,8 +119,13 @@ def compile_pieces(
             part.recompile()
 
     known: dict[tuple, tuple[int, Callable]] = {}
-    for name, args in inputs.items():
-        piece = getattr(split, name)
+    for name, piece in list(split.named_children()):
+        assert isinstance(piece, fx.GraphModule)
+        if name not in inputs:
+            if segments is not None:
+                setattr(split, name, _Called(segments.eager(piece)))
+            continue
+        args = inputs[name]
         key = signature(piece, args)
         if key not in known:
             start = time.perf_counter()
@@ -116,7 +134,7 @@ def compile_pieces(
             report.seconds += time.perf_counter() - start
         number, function = known[key]
         report.pieces.append(number)
-        setattr(split, name, _Compiled(function))
+        setattr(split, name, _Called(segments.piece(function) if segments else function))
     return split.forward, report
 
 

@@ -20,7 +20,28 @@ def cache_write_ref(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
             cache[slot] = row_A.to(cache.dtype)
 
 
+def write_on_device(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
+    """The kernel for CUDA: it reads nothing on the host.
+
+    A scatter has no mask, so a row without a slot repeats the write of a row that has one; if none
+    has, every row writes to the first slot what is there.
+    """
+    if slots_T.shape[0] == 0:
+        return
+    ramp_T = torch.arange(slots_T.shape[0], device=slots_T.device)
+    source_T = torch.where(slots_T >= 0, ramp_T, slots_T.argmax())
+    slots_T = slots_T[source_T]
+    where_T = slots_T.clamp(min=0)
+    rows_TA = torch.where(
+        (slots_T >= 0)[:, None], rows_TA[source_T].to(cache.dtype), cache[where_T]
+    )
+    cache.index_put_((where_T,), rows_TA)
+
+
 def _write(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
+    if cache.device.type == "cuda":
+        write_on_device(rows_TA, slots_T, cache)
+        return
     written = slots_T >= 0
     if not written.all():
         slots_T, rows_TA = slots_T[written], rows_TA[written]
@@ -44,6 +65,7 @@ _cache_write = torch.ops.glm53.cache_write.default
 def cache_write(rows_TA: Tensor, slots_T: Tensor, cache: Tensor) -> None:
     """Store row t in slot slots_T[t] of cache, in place; negative slots are skipped.
 
-    Slots of one call must be distinct. A slot past the end of the cache raises IndexError.
+    Slots of one call must be distinct. A slot past the end of the cache raises IndexError (on CUDA
+    it ends the process's use of the device).
     """
     _cache_write(rows_TA, slots_T, cache)

@@ -40,7 +40,10 @@ def _groups(ids_TK: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
     return [(e, part) for e, part in groups if 0 <= e < num_experts]
 
 
-@torch.library.custom_op("glm53::routed_experts", mutates_args=())
+# It reads on the host how much work there is.
+@torch.library.custom_op(
+    "glm53::routed_experts", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def _routed_experts(
     x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:

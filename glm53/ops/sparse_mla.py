@@ -186,7 +186,8 @@ def attend(
     return out_THC, lse_TH
 
 
-@torch.library.custom_op("glm53::sparse_mla", mutates_args=())
+# It reads on the host how much work there is.
+@torch.library.custom_op("glm53::sparse_mla", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _sparse_mla(
     q_THX: Tensor,
     rows_MX: Tensor,
