@@ -4,6 +4,7 @@ Pieces are not compiled here: they are what Inductor would get, run as they are.
 """
 
 import logging
+import re
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from glm53.model import Transformer
 from tests.compile.fake_graphs import PIECE_BYTES, FakeCaptures
 from tests.tiny import randomise, tiny_config
 
-BUCKETS = (1, 4, 8)
+BUCKETS = (2, 8)
 PAGES = 84  # 12 for each of 7 requests
 CONFIG = CompileConfig(buckets=BUCKETS, rewrites=REWRITES)
 # Pieces of each entry of a model with 3 full layers; the MTP layer breaks in its first step only.
@@ -148,3 +149,175 @@ def test_every_piece_of_every_bucket_is_captured(captured):
                 pieces * PIECE_BYTES,
             )
     assert len(reports) == len(BUCKETS) * len(PIECES)  # the dynamic graphs are not
+
+
+@pytest.fixture
+def uncompiled():
+    with mock.patch.object(backend, "_compile", lambda piece, inputs: piece.forward):
+        yield
+
+
+def decoder(captures: FakeCaptures, **attributes):
+    """Eager network and its form with one graph, of the decoder at 2 rows, not yet captured."""
+    torch._dynamo.reset()
+    network = randomise(Transformer(tiny_config(num_nextn_predict_layers=0))).eval()
+    ours = CompiledNetwork(network, CompileConfig(buckets=(2,), rewrites=REWRITES), captures)
+    for name, value in attributes.items():
+        setattr(ours.backend, name, value)
+    return network, ours
+
+
+def assert_equal(steps: Steps, network, ours, count: int = 2) -> None:
+    """The decoder's results and caches, over several steps."""
+    for _ in range(count):
+        batch = steps.batch()
+        expected = network.model(batch, steps.eager)
+        torch.testing.assert_close(ours.model(batch, steps.cache), expected, rtol=2e-5, atol=2e-5)
+        for mine, theirs in zip(tensors(steps.cache), tensors(steps.eager), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_pieces_and_breaks_alternate(uncompiled):
+    """Selections are new tensors each time; what the pieces are given lies where it lay before."""
+    captures = FakeCaptures()
+    log, given, selections = captures.recorder.log, [], []
+
+    def at_break(*arguments):
+        log.append("break")
+        selections.append(torch.ops.glm53.index_select(*arguments))
+        return selections[-1]
+
+    def addresses(inputs):
+        given.append(tuple(x.data_ptr() for x in inputs))
+        return given[-1]
+
+    network, ours = decoder(captures, at_break=at_break)
+    steps = Steps(network, ours, make_cache(), 20, 1)
+    with mock.patch.object(capture, "_addresses", addresses):
+        assert_equal(steps, network, ours, 1)
+        assert [x for x in log if x != "warm up"] == ["record", "replay"] + 3 * [
+            "break",
+            "record",
+            "replay",
+        ]
+        first = given[:]
+        for _ in range(3):
+            log.clear()
+            given.clear()
+            assert_equal(steps, network, ours, 1)
+            assert log == ["replay", "break"] * 3 + ["replay"]
+            assert given == first
+    assert len({x.data_ptr() for x in selections}) == len(selections)
+    assert all(map(len, first))
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 4])
+def test_without_memory_the_compiled_pieces_run(uncompiled, caplog, fail_at):
+    captures = FakeCaptures(fail_at)
+    network, ours = decoder(captures)
+    steps = Steps(network, ours, make_cache(), 20, 2)
+    assert_equal(steps, network, ours, 3)
+    (line,) = warnings_of(caplog)
+    held = PIECE_BYTES * (fail_at - 1)
+    assert re.search(rf"decoder_2 .*{held} bytes.*{1 << 19}.*out of the memory that", line)
+    report = captures.reports["decoder_2"]
+    assert report.dropped and report.captured == 0
+    assert captures.recorder.log[-1] != "replay"
+    # Nothing else is tried, and nothing more is said.
+    results = ours.lm_head(torch.ones(2, 60))
+    torch.testing.assert_close(results, network.lm_head(torch.ones(2, 60)))
+    assert captures.reports["head_2"].captures == 0
+    assert len(warnings_of(caplog)) == 1
+    assert "no memory for decoder_2, head_2" in captures.summary()
+
+
+def test_what_was_captured_before_stays(uncompiled, caplog):
+    """Memory runs out at the second of two graphs, in its third piece."""
+    captures = FakeCaptures(fail_at=1 + 3)
+    network, ours = decoder(captures)
+    hidden = torch.randn(2, 60)
+    ours.lm_head(hidden)
+    steps = Steps(network, ours, make_cache(), 20, 2)
+    assert_equal(steps, network, ours, 2)
+    assert len(warnings_of(caplog)) == 1
+    captures.recorder.log.clear()
+    torch.testing.assert_close(ours.lm_head(2 * hidden), network.lm_head(2 * hidden))
+    assert captures.recorder.log == ["replay"]
+    assert captures.reports["head_2"].captured == 1
+
+
+def test_the_bound_is_kept(uncompiled, caplog):
+    captures = FakeCaptures(max_bytes=3 * PIECE_BYTES)
+    network, ours = decoder(captures)
+    assert_equal(Steps(network, ours, make_cache(), 33, 2), network, ours)
+    (line,) = warnings_of(caplog)
+    assert f"{4 * PIECE_BYTES} bytes of at most {3 * PIECE_BYTES}" in line
+
+
+def test_other_errors_are_not_taken_for_missing_memory(uncompiled):
+    network, ours = decoder(FakeCaptures())
+    steps = Steps(network, ours, make_cache(), 6, 1)
+    failing = mock.patch.object(ours.captures.recorder, "record", side_effect=RuntimeError("sync"))
+    with failing, pytest.raises(RuntimeError, match="sync"):
+        ours.model(steps.batch(), steps.cache)
+
+
+def test_moved_weights_and_caches_are_captured_again(uncompiled, caplog):
+    network, ours = decoder(FakeCaptures())
+    steps = Steps(network, ours, make_cache(), 20, 2)
+    assert_equal(steps, network, ours)
+    report = ours.captures.reports["decoder_2"]
+    assert report.captures == 4
+    with torch.compiler.set_stance("fail_on_recompile"):
+        # In place: nothing to do.
+        network.load_state_dict({n: 1.1 * t for n, t in network.state_dict().items()})
+        assert_equal(steps, network, ours)
+        assert report.captures == 4 and not warnings_of(caplog)
+        # One tensor that the third piece reads: it and the one after.
+        weight = network.model.layers[2].mlp.shared_experts.up_proj.weight
+        weight.data = 1.7 * weight.data
+        assert_equal(steps, network, ours)
+        assert report.captures == 6
+        # Another cache: every piece writes to it.
+        other = Steps(network, ours, make_cache(), 33, 1)
+        assert_equal(other, network, ours)
+        assert report.captures == 10 and report.captured == 4
+    assert len(warnings_of(caplog)) == 2
+    assert "decoder_2, piece 2: inputs moved" in warnings_of(caplog)[0]
+
+
+def test_a_break_that_needs_nothing_from_the_host_is_captured_too(uncompiled):
+    """Its lengths are those of the step all the same."""
+    network, ours = decoder(FakeCaptures(), break_on_device=True)
+    steps = Steps(network, ours, make_cache(), 5, 2)
+    assert_equal(steps, network, ours, 1)
+    ours.captures.recorder.log.clear()
+    assert_equal(steps, network, ours, 5)
+    assert ours.captures.recorder.log == ["replay"] * 5
+    assert ours.captures.reports["decoder_2"].captured == 1
+
+
+def test_operators_that_need_the_host_are_not_captured(uncompiled):
+    with mock.patch.object(capturable, "rewrite"):
+        network, ours = decoder(FakeCaptures(), rewrites=("skinny_linear",))
+        assert_equal(Steps(network, ours, make_cache(), 20, 2), network, ours)
+    report = ours.captures.reports["decoder_2"]
+    assert report.host == {"glm53.sparse_mla", "glm53.routed_experts"}
+    assert report.captures == 0 and ours.captures.recorder.log == []
+    assert "decoder_2 (glm53.routed_experts, glm53.sparse_mla)" in ours.captures.summary()
+
+
+def test_rows_of_fewer_requests_than_the_table_has(uncompiled):
+    """Requests that stopped drafting have no row but are in the table: no graph of its own."""
+    network, ours = decoder(FakeCaptures())
+    steps = Steps(network, ours, make_cache(), 33, 5)
+    assert_equal(Steps(network, ours, steps.cache, 6, 1), network, ours)
+    steps.sync()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        some = steps.batch().select(torch.tensor([1, 4]))
+        expected = network.model(some, steps.eager)
+        torch.testing.assert_close(ours.model(some, steps.cache), expected, rtol=2e-5, atol=2e-5)
