@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Operators outside ATen that, on CUDA, launch kernels and read nothing on the host.
 CAPTURABLE = frozenset(
@@ -45,7 +46,7 @@ class _Operators(TorchDispatchMode):
         if _HOST_TAGS & set(func.tags) and not _indexes_by_number(func, args):
             self.host.add(name)
         result = func(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        leaves = tree_leaves((args, kwargs, result))
         if any(isinstance(x, Tensor) and x.device not in self.devices for x in leaves):
             self.host.add(f"{name} on another device")
         return result

@@ -127,10 +127,9 @@ class CompiledNetwork:
             out = self._call("redraft", bucket, next_ids_T, hidden_TD, padded, cache, given)
         hidden_TD, used = out
         used = Selection(
-            *(
-                self._own(rows_TL[:rows], bucket)
-                for rows_TL in (used.logical, used.physical, used.counts)
-            )
+            self._own(used.logical[:rows], bucket),
+            self._own(used.physical[:rows], bucket),
+            self._own(used.counts[:rows], bucket),
         )
         return self._own(hidden_TD[:rows], bucket), used
 
