@@ -72,3 +72,14 @@ def test_dense_and_paged_rows_describe_the_same_place():
             page = batch.block_table[request, position // batch.page_size].item()
             at = page * batch.block_stride + position % batch.page_size
             assert rows[t].item() == at
+
+
+def test_compact_keeps_the_pages_of_requests_with_rows():
+    rows = [([1], 70, [4, 9]), ([2], 3, [7]), ([3], 100, [0, 2]), ([4, 5], 9, [8])]
+    batch = Batch.paged(rows, 64)
+    assert batch.compact(4) is batch
+    some = batch.select(torch.tensor([2, 3, 4]))
+    small = some.compact(3)
+    assert small.request.tolist() == [0, 1, 1] and small.request.dtype == torch.int32
+    assert small.block_table.tolist() == [[0, 2], [8, -1], [-1, -1]]
+    assert small.slots is some.slots and small.lengths is some.lengths

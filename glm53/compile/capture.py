@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,6 +64,9 @@ class CUDARecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        with warnings.catch_warnings(action="ignore"):  # that it is empty
+            # A pool that no graph uses any more cannot be used again.
+            self._keeps_pool, _ = self.record(lambda: None, ())
 
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()
