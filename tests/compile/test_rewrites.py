@@ -36,11 +36,11 @@ def test_products(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 5])
 def test_experts_leave_out_unknown_ids(rows, dtype):
     x = torch.randn(rows, 13).to(dtype)
     gate_up, down = torch.randn(5, 14, 13).to(dtype), torch.randn(5, 13, 7).to(dtype)
-    ids = torch.tensor([[4, 0, 2], [1, 5, -1], [2, 0, 3]])[:rows]
+    ids = torch.tensor([[4, 0, 2], [1, 5, -1], [-1, -1, 7], [2, 0, 3], [4, 3, 0]])[:rows]
     weights = torch.rand(rows, 3)
     ours = skinny_experts.experts_by_pairs(x, gate_up, down, ids, weights)
     doubles = (t.double() for t in (x, gate_up, down))
