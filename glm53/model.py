@@ -14,6 +14,7 @@ positions, X cache row (C + R), Y query head (N + R), M rows of a key tensor, E 
 per token, F expert intermediate, B requests, S sequence, W vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -50,10 +51,18 @@ class RMSNorm(nn.Module):
 
 
 class ResidualRMSNorm(RMSNorm):
-    """Adds what the previous block owes to the residual stream, then normalises."""
+    """Adds what the previous block owes to the residual stream, then normalises.
+
+    reduce: makes the whole of what is owed where a block computes but a part; None: it is whole.
+    """
+
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        residual = x if residual is None else residual + x
+        if residual is None:
+            residual = x
+        else:
+            residual = residual + (x if self.reduce is None else self.reduce(x))
         return super().forward(residual), residual
 
 
