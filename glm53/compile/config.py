@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from glm53.compile.passes import PASSES
 from glm53.compile.rewrites import REWRITES
 
 INDEX_SCORES = "index_scores"
-ALL_REWRITES = (*REWRITES, INDEX_SCORES)
+ALL_REWRITES = (*REWRITES, *PASSES, INDEX_SCORES)
 # What does not pay on a kind of device. On a CPU Inductor fuses norms and ropes by itself, and to
 # call an operator costs more: a decode step of the medium checkpoint (batch 1, 2 threads) takes
 # 1.00 to 1.04 times as long with norm_rope_cache, 1.06 with index_query, 1.01 to 1.04 with both. On
