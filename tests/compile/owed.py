@@ -1,5 +1,7 @@
 """Networks whose blocks owe a reduction over the ranks of a process group."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,12 @@ def take_part(network: Transformer, part: float) -> None:
     for name, tensor in network.named_parameters():
         if name.endswith(names):
             tensor.mul_(part)
+
+
+def calls(run: Callable) -> list[int]:
+    """How often a function calls the fused operator, and how often all-reduce."""
+    with torch.profiler.profile() as profile:
+        run()
+    found = {event.key: event.count for event in profile.key_averages()}
+    operators = ("glm53::all_reduce_add_rms_norm", "_c10d_functional::all_reduce")
+    return [found.get(name, 0) for name in operators]

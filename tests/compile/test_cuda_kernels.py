@@ -30,7 +30,7 @@ DECODER = {
     "three shared layers": 52,
     "the last three shared layers and the norm": 43,
 }
-DRAFT = {"up to the selection": 0, "the rest": 0}
+DRAFT = {"up to the selection": 14, "the rest": 10}
 
 CALL = re.compile(r"(triton)_\w+\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.glm53\.(\w+)")
 

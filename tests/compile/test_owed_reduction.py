@@ -27,7 +27,6 @@ from tests.tiny import randomise, tiny_config
 ROOT = Path(__file__).parents[2]
 FUSED = "glm53.all_reduce_add_rms_norm.default("
 REDUCED = "_c10d_functional.all_reduce"
-PASS = "all_reduce_add_rms_norm"
 
 
 def counted(codes: list[str], pieces: list[int], text: str) -> int:
@@ -72,17 +71,16 @@ def count(group: str) -> None:
     assert counted(codes, report.pieces, REDUCED) == 0
 
 
-def ranks(tmp_path, folder: str, rewrites: tuple[str, ...]) -> list[dict]:
-    """What two processes report that run owed_rank.py, with caches in a folder of that name."""
-    store = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
+def test_two_ranks(tmp_path):
+    """Each computes a part of every block of 3 layers: together what one rank does."""
     module = "tests.compile.owed_rank"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(store), *rewrites],
+            [sys.executable, "-m", module, str(rank), str(tmp_path / "store"), *ALL_REWRITES],
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
-                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder / str(rank)),
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{rank}"),
             },
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -92,25 +90,12 @@ def ranks(tmp_path, folder: str, rewrites: tuple[str, ...]) -> list[dict]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=600) for process in processes]
+        outputs = [process.communicate(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-
-
-def test_two_ranks_and_a_cache_hit(tmp_path):
-    """Of 4 layers and a draft step: 8 + 2 reductions, also in processes that compile nothing."""
-    first = ranks(tmp_path, "cache", ALL_REWRITES)
-    second = ranks(tmp_path, "cache", ALL_REWRITES)
-    for report in (*first, *second):
+    for out, _ in outputs:
+        report = json.loads(out.splitlines()[-1])
         assert report["error"] < 2e-5
-        assert report["calls"] == [10, 10]  # the collective is called by the operator
-    assert all(report["hits"] == 0 < report["misses"] for report in first)
-    assert all(report["misses"] == 0 < report["hits"] for report in second)
-    # The same cache serves a compilation without the pass, which must not hit.
-    off = ranks(tmp_path, "cache", tuple(name for name in ALL_REWRITES if name != PASS))
-    for report in off:
-        assert report["error"] < 2e-5
-        assert report["calls"] == [0, 10]
+        assert report["calls"] == [6, 6]  # the collective is called by the operator

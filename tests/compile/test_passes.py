@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from glm53.compile.backend import Backend
 from glm53.compile.config import ALL_REWRITES
@@ -10,7 +12,7 @@ from glm53.compile.passes import PASSES, inductor_options
 from glm53.model import ResidualRMSNorm, RMSNorm
 from tests.compile.fake_group import fake_group
 from tests.compile.lowering import generated_code
-from tests.compile.owed import owe
+from tests.compile.owed import calls, owe
 
 FUSED = "glm53.all_reduce_add_rms_norm.default("
 REDUCED = "_c10d_functional.all_reduce"
@@ -123,6 +125,26 @@ def test_results_are_those_without_the_pass(group, dtype, tolerance):
         torch.testing.assert_close(
             compiled(chain, names)(*arguments), expected, rtol=tolerance, atol=tolerance
         )
+
+
+def test_a_cached_graph_calls_the_operator_too(group):
+    """Then the pass does not run. Without it, or with another eps, the cache must not hit."""
+    arguments = inputs(torch.float32)
+    with fresh_cache():
+        for eps, names, hit, fused in [
+            (EPS, PASSES, 0, 3),
+            (EPS, PASSES, 1, 3),
+            (EPS, (), 0, 0),
+            (2 * EPS, PASSES, 0, 3),
+        ]:
+            chain = Chain(ResidualRMSNorm, torch.float32, group)
+            for norm in chain.norms:
+                norm.eps = eps
+            counters.clear()
+            function = compiled(chain, names)
+            torch.testing.assert_close(function(*arguments), chain(*arguments))
+            assert counters["inductor"]["fxgraph_cache_hit"] == hit
+            assert calls(lambda function=function: function(*arguments)) == [fused, 3]
 
 
 def test_one_rank_generates_the_same_code_with_and_without():

@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import Tensor, fx
+from torch._guards import tracing
 from torch._inductor.pattern_matcher import (
     Match,
     PatternMatcherPass,
@@ -55,7 +56,7 @@ def _patterns(group_name: str, dtype: torch.dtype) -> PatternMatcherPass:
 
     passes = PatternMatcherPass(pass_name="glm53.all_reduce_add_rms_norm")
     # A pass runs within a trace of its own graph.
-    with torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
+    with tracing(None), unset_fake_temporarily(), FakeTensorMode():
         sizes = ((5, 16), (5, 16), (16,))
         examples = [torch.empty(size, dtype=dtype) for size in sizes]
         for pattern in (residual_first, residual_last):
@@ -64,7 +65,7 @@ def _patterns(group_name: str, dtype: torch.dtype) -> PatternMatcherPass:
                 fused,
                 examples,
                 fwd_only,
-                [passes],
+                [passes],  # pyright: ignore[reportArgumentType]
                 extra_check=_fits,
                 scalar_workaround={"eps": _EPS},
             )
