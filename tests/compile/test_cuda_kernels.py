@@ -12,7 +12,8 @@ from torch import nn
 
 from glm53.compile import CompileConfig, CompiledNetwork
 from glm53.compile.backend import Backend
-from glm53.compile.config import ALL_REWRITES
+from glm53.compile.passes import PASSES
+from glm53.compile.rewrites import REWRITES
 from glm53.model import ResidualRMSNorm
 from tests.compile.cuda_lowering import cuda_device, fake_decode, fake_tensors
 from tests.compile.lowering import generated_code
@@ -102,7 +103,7 @@ def test_addition_and_norm_are_one_kernel(largest, kernels):
     module, x, residual = fake_tensors(
         Normed().bfloat16(), torch.empty(16, 64).bfloat16(), torch.empty(16, 64).bfloat16()
     )
-    compiled = torch.compile(module, fullgraph=True, backend=Backend(ALL_REWRITES[:-1]))
+    compiled = torch.compile(module, fullgraph=True, backend=Backend((*REWRITES, *PASSES)))
     with torch._inductor.config.patch(max_fusion_size=largest):
         (code,) = generated_code(compiled, x, residual, context=cuda_device)
     assert Counter(calls(code)) == {"triton": kernels, "mm": 1}

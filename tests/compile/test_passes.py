@@ -9,6 +9,7 @@ from torch._inductor.utils import fresh_cache
 from glm53.compile.backend import Backend
 from glm53.compile.config import ALL_REWRITES
 from glm53.compile.passes import PASSES, inductor_options
+from glm53.compile.rewrites import REWRITES
 from glm53.model import ResidualRMSNorm, RMSNorm
 from tests.compile.fake_group import fake_group
 from tests.compile.lowering import generated_code
@@ -144,15 +145,16 @@ def test_a_cached_graph_calls_the_operator_too(group):
             function = compiled(chain, names)
             torch.testing.assert_close(function(*arguments), chain(*arguments))
             assert counters["inductor"]["fxgraph_cache_hit"] == hit
-            assert calls(lambda function=function: function(*arguments)) == [fused, 3]
+            assert calls(lambda function=function: function(*arguments))[0] == fused
 
 
 def test_one_rank_generates_the_same_code_with_and_without():
     chain = Chain(ResidualRMSNorm, torch.float32, None)
-    without, given = (
+    (without,), (given,) = (
         generated_code(compiled(chain, names), *inputs(torch.float32)) for names in ((), PASSES)
     )
-    assert without == given
+    # The first line numbers the graphs of the process.
+    assert without.partition("\n")[2] == given.partition("\n")[2]
 
 
 def test_key_holds_the_names():
@@ -177,6 +179,6 @@ def test_one_rank_adds_and_norms_in_one_kernel():
             normed, stream = self.norm(self.before(x), residual)
             return self.after(normed), stream
 
-    (code,) = generated_code(compiled(Between(), ALL_REWRITES), *inputs(torch.float32))
+    (code,) = generated_code(compiled(Between(), (*REWRITES, *PASSES)), *inputs(torch.float32))
     assert code.count("extern_kernels.mm(") == 2
     assert code.count("async_compile.cpp_pybinding(") == 1
