@@ -57,7 +57,7 @@ def case():
     config = CompileConfig(buckets=(8,), rewrites=("inline_conversion",))
     captured = CompiledNetwork(network, config, FakeCaptures())
     case = gpu_check.Case(network, captured, captured)
-    with mock.patch.object(backend, "_compile", lambda piece, inputs: piece.forward):
+    with mock.patch.object(backend, "_compile", lambda piece, inputs, options: piece.forward):
         gpu_check.warm_up(case)
     return case
 

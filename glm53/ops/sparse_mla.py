@@ -60,7 +60,7 @@ def _tiles(num_rows: int, step: int) -> list[slice]:
     return [slice(t, min(t + step, num_rows)) for t in range(0, num_rows, step)]
 
 
-def _fill(slots_TL: Tensor) -> Tensor:
+def fill(slots_TL: Tensor) -> Tensor:
     """Slots that can all be read, int64 [T, L].
 
     An invalid entry repeats a row that its query did select, so that whatever lies in unwritten
@@ -79,10 +79,10 @@ def _union(filled_TL: Tensor) -> tuple[Tensor, Tensor]:
     return marked.nonzero().squeeze(1) + lowest, (marked.cumsum(0) - 1)[offsets_TL]
 
 
-def _attend_own(
+def attend_own(
     q_THX: Tensor, keys_TLX: Tensor, valid_TL: Tensor, value_dim: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Every query over keys of its own."""
+    """Every query over keys [T, L, X] of its own. A query without a valid key gets anything."""
     dtype = compute_dtype(q_THX.dtype)
     if q_THX.device.type == "cpu" and dtype != q_THX.dtype:
         # Heads as the rows of one product per query, keys and values in one matrix: twice as fast
@@ -153,7 +153,7 @@ def attend(
     with no_autocast(q_THX):
         for tile in _tiles(num_rows, shared_rows if share else own_rows):
             q_tile, slots_tile = q_THX[tile], slots_TL[tile, :width]
-            valid_TL, filled_TL = slots_tile >= 0, _fill(slots_tile)
+            valid_TL, filled_TL = slots_tile >= 0, fill(slots_tile)
             if share:
                 slots_N, places_TL = _union(filled_TL)
             else:
@@ -177,7 +177,7 @@ def attend(
                     else:  # one part, and every entry has a row of its own
                         keys_TLX = keys_NX.unflatten(0, (-1, width))
                     parts.append(
-                        _attend_own(q_tile[part], keys_TLX, valid_TL[part], value_dim, scale)
+                        attend_own(q_tile[part], keys_TLX, valid_TL[part], value_dim, scale)
                     )
             empty_T = ~valid_TL.any(-1)
             outs, lses = (torch.cat(results) for results in zip(*parts, strict=True))
@@ -237,7 +237,7 @@ def _sparse_mla_backward(
     with no_autocast(q_THX):
         own_rows = max(1, TILE_ELEMENTS // (indices_TL.shape[1] * q_THX.shape[2]))
         for tile in _tiles(q_THX.shape[0], own_rows):
-            filled_TL, valid_TL = _fill(indices_TL[tile]), indices_TL[tile] >= 0
+            filled_TL, valid_TL = fill(indices_TL[tile]), indices_TL[tile] >= 0
             keys_TLX, q_tile = rows_MX[filled_TL].to(dtype), q_THX[tile].to(dtype)
             grad_tile = grad_out_THC[tile].to(dtype)
             scores_THL = torch.bmm(q_tile, keys_TLX.mT).mul_(scale)

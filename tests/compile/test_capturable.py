@@ -49,7 +49,7 @@ def inspected():
     cache = KVCache(tiny_config(), 80, mtp=True, dtype=torch.float32, device="meta")
     with (
         torch.inference_mode(),
-        mock.patch.object(backend, "_compile", lambda piece, inputs: piece.forward),
+        mock.patch.object(backend, "_compile", lambda piece, inputs, options: piece.forward),
         mock.patch.object(capture, "operators", inspect),
     ):
         for _ in ours.warm_up(cache):

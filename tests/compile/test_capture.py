@@ -47,7 +47,7 @@ def prepared(captures: FakeCaptures, config: CompileConfig = CONFIG, **attribute
         tensor.fill_(torch.nan)
     with (
         torch.inference_mode(),
-        mock.patch.object(backend, "_compile", lambda piece, inputs: piece.forward),
+        mock.patch.object(backend, "_compile", lambda piece, inputs, options: piece.forward),
     ):
         list(ours.warm_up(cache))
     assert all(tensor.isnan().all() for tensor in tensors(cache))
@@ -153,7 +153,7 @@ def test_every_piece_of_every_bucket_is_captured(captured):
 
 @pytest.fixture
 def uncompiled():
-    with mock.patch.object(backend, "_compile", lambda piece, inputs: piece.forward):
+    with mock.patch.object(backend, "_compile", lambda piece, inputs, options: piece.forward):
         yield
 
 

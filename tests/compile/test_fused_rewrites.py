@@ -31,7 +31,7 @@ def network(config, dtype=FP32) -> Transformer:
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Pieces run as they are given to Inductor, node by node."""
-    monkeypatch.setattr(backend, "_compile", lambda piece, inputs: piece.forward)
+    monkeypatch.setattr(backend, "_compile", lambda piece, inputs, options: piece.forward)
     torch._dynamo.reset()
 
 
