@@ -112,8 +112,10 @@ def _attend_shared(
     scores_THN = (q_THX.to(dtype).flatten(0, 1) @ keys_NX.to(dtype).T).mul_(scale)
     scores_THN = scores_THN.view(*q_THX.shape[:2], -1)
     scores_THN.masked_fill_(~mask_TN[:, None], -torch.inf)
-    lse_TH = scores_THN.logsumexp(-1)
-    probs_IN = scores_THN.softmax(-1).flatten(0, 1).to(keys_NX.dtype)
+    probs_THN = scores_THN.softmax(-1)
+    # The largest weight is exp(largest score - lse); logsumexp would pass five times over scores.
+    lse_TH = scores_THN.amax(-1) - probs_THN.amax(-1).log()
+    probs_IN = probs_THN.flatten(0, 1).to(keys_NX.dtype)
     return (probs_IN @ keys_NX[:, :value_dim]).view(*q_THX.shape[:2], -1), lse_TH
 
 
