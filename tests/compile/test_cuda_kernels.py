@@ -20,15 +20,15 @@ from tests.compile.lowering import generated_code
 from tests.compile.test_split import schedule
 from tests.tiny import tiny_config
 
-ROWS, LAYERS = 16, 14
+ROWS, LAYERS = 32, 14
 
-# Launches of Triton kernels by each distinct piece at 16 rows, in the order in which they first
+# Launches of Triton kernels by each distinct piece at 32 rows, in the order in which they first
 # run: up to the first selection; a dense full layer; a dense one and three shared layers; a full
 # one and three shared layers; the last of these and the final norm. Then those of a draft step.
 # What a rewrite saves, or a version of torch changes, is to be changed here.
 DECODER, DRAFT = {
-    "2.11": ([11, 16, 52, 56, 47], [14, 11]),
-    "2.13": ([11, 16, 49, 52, 43], [14, 10]),
+    "2.11": ([3, 7, 31, 35, 34], [3, 10]),
+    "2.13": ([3, 7, 28, 31, 30], [3, 9]),
 }[torch.__version__[:4]]
 
 # Of a weight to fp32, which may run anywhere before its product.
@@ -56,7 +56,8 @@ def network():
         mlp_layer_types=("dense",) * 3 + ("sparse",) * (LAYERS - 3),
     )
     network, step, cache = fake_decode(config, ROWS, torch.bfloat16)
-    return CompiledNetwork(network, CompileConfig(buckets=(ROWS,))), step, cache
+    config = CompileConfig(buckets=(ROWS,), cuda_graphs=False)
+    return CompiledNetwork(network, config), step, cache
 
 
 @torch.no_grad()

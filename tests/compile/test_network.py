@@ -17,7 +17,7 @@ from glm53.model import Transformer
 from tests.tiny import randomise, tiny_config
 
 BUCKETS = (1, 2, 4)
-PAGES = 60
+PAGES = 84
 
 
 def caches() -> list[KVCache]:
@@ -124,6 +124,21 @@ def test_equals_eager_without_recompiling(compiled, no_recompile, length, reques
     for a, b in zip(tensors(eager), tensors(twin), strict=True):
         assert torch.equal(a[~written], b[~written])
         torch.testing.assert_close(b[written], a[written], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 7])
+def test_steps_of_generation_never_compile(compiled, no_recompile, requests):
+    """Each runs the compiled decoder: nothing falls back."""
+    _, ours, *_ = compiled
+    cache, _ = caches()
+    for tensor in tensors(cache):
+        tensor.normal_()
+    bucket = next((b for b in BUCKETS if b >= requests), DYNAMIC)
+    for length in (5, 6, 7, 20, 33, 700):
+        before = ours.calls.copy()
+        for i in range(30):
+            assert ours.model(batch(length + i, requests, 1), cache).isfinite().all()
+        assert ours.calls - before == {("decoder", bucket): 30}
 
 
 def test_weights_updated_in_place(compiled, no_recompile):
