@@ -35,6 +35,25 @@ def test_products(rows, dtype):
     close(absorb_value(out, w_uv), torch.einsum("thc,hvc->thv", out.double(), w_uv.double()), dtype)
 
 
+def test_products_of_views():
+    """Inductor reads the input of a product where it lies: at an offset, in strides."""
+
+    def products(x, w):
+        y = x * 2 + 1
+        views = (
+            y.split([3, 8], -1)[1],
+            y[:1, 2:10].expand(2, -1),
+            y.T.contiguous().T[:, 3:],
+            x[:, 3:],
+        )
+        return [linear_by_rows(view, w) for view in (*views, y[:, :8])]
+
+    x, w = torch.randn(2, 11), torch.randn(7, 8)
+    torch._dynamo.reset()
+    for ours, expected in zip(torch.compile(products)(x, w), products(x, w), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_experts_leave_out_unknown_ids(rows, dtype):

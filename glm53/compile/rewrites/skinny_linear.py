@@ -38,7 +38,7 @@ def linear_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def in_memory(x: Tensor) -> Tensor:
     """x, computed before its use. What the loop of a product reads is otherwise computed in it,
     for every row of the weight again: a whole norm, as it counts as cheap."""
-    return x.as_strided(x.shape, x.stride())
+    return x.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _dot(x_1K: Tensor, weight_NK: Tensor) -> Tensor:
