@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from glm53.compile.cacheable import cache_options
 from glm53.compile.capture import Recording
 from glm53.compile.passes import PASSES, inductor_options
 from glm53.compile.rewrites import capturable, rewrite
@@ -15,7 +16,7 @@ from glm53.compile.split import Report, compile_pieces
 def _compile(piece: fx.GraphModule, inputs: list, options: dict[str, Any]) -> Callable:
     from torch._inductor.compile_fx import compile_fx  # imports triton, if it is installed
 
-    compiled = compile_fx(piece, inputs, config_patches=options)
+    compiled = compile_fx(piece, inputs, config_patches=options | cache_options(piece))
     assert callable(compiled)
     return compiled
 
