@@ -48,8 +48,8 @@ class EngineOptions:
       torch; prefixes from elsewhere are refused where these differ. On a CPU decoding takes 1.2
       to 1.7 times as long, and prompts 4 times.
     - `compile`: run generation through `torch.compile`: True, or a `CompileConfig`. Everything is
-      compiled on first use, which takes minutes, and never again. Not with `batch_invariant` or
-      `kv_cache_hot_tokens`.
+      compiled on first use, which takes minutes, and again only if settings of the process or of
+      the parameters change (docs/compile.md). Not with `batch_invariant` or `kv_cache_hot_tokens`.
     - `compile_cache`: a folder that keeps what was compiled for the next process.
 
     ValueError, naming the argument, for a value that is not allowed.
@@ -90,6 +90,13 @@ class EngineOptions:
             object.__setattr__(self, "compile", CompileConfig())
         if self.compile is not False and not isinstance(self.compile, CompileConfig):
             raise ValueError(f"compile={self.compile!r}: must be True, False or a CompileConfig")
+        if self.compile_cache is not None:
+            if not isinstance(self.compile_cache, str | Path) or Path(self.compile_cache).is_file():
+                raise ValueError(f"compile_cache={self.compile_cache!r}: must be a folder")
+            if not self.compile:
+                raise ValueError(
+                    f"compile_cache={self.compile_cache!r}: has no use without compile"
+                )
         for name in ("batch_invariant", "kv_cache_hot_tokens"):
             if self.compile and getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)}: not for a compiled model")

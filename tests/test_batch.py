@@ -74,6 +74,19 @@ def test_dense_and_paged_rows_describe_the_same_place():
             assert rows[t].item() == at
 
 
+def test_padding_rows_have_no_slot_and_see_nothing():
+    batch = Batch.paged([([7, 8], 70, [3, 5]), ([9], 0, [1])], 64)
+    padded = batch.pad(5, 4, 3)
+    assert padded.num_rows == 5
+    for name, value in dict(input_ids=0, positions=0, request=0, lengths=0, slots=-1).items():
+        rows = getattr(padded, name)
+        assert torch.equal(rows[:3], getattr(batch, name))
+        assert rows[3:].tolist() == [value, value] and rows.dtype == getattr(batch, name).dtype
+    table = [[3, 5, -1], [1, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert padded.block_table.tolist() == table
+    assert batch.pad(2, 1, 1).num_rows == 3  # never less than there is
+
+
 def test_compact_keeps_the_pages_of_requests_with_rows():
     rows = [([1], 70, [4, 9]), ([2], 3, [7]), ([3], 100, [0, 2]), ([4, 5], 9, [8])]
     batch = Batch.paged(rows, 64)

@@ -253,6 +253,19 @@ def test_trains_under_autocast():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("length", [1, 11, 30])
+def test_autocast_at_any_length(length):
+    """Few rows have keys of their own in attention, many share them."""
+    model = randomise(Transformer(tiny_config(index_topk=64), mtp=False))
+    ids = _ids(1, length)
+    expected = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids)
+    assert logits.dtype == torch.bfloat16
+    assert (logits - expected).norm() / expected.norm() < 0.1
+
+
+@torch.no_grad()
 def test_autocast_does_not_reach_router_and_head_weights():
     """Both are fp32 on purpose: in bf16 near ties are decided by rounding."""
     model = randomise(Transformer(tiny_config(), mtp=False))

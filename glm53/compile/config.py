@@ -1,6 +1,7 @@
 """How a network is compiled."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -33,12 +34,22 @@ class CompileConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False))
-        if not self.buckets or not rising or not all(isinstance(b, int) for b in self.buckets):
-            raise ValueError(f"buckets={self.buckets!r}: must be ascending integers from 1 on")
-        unknown = sorted(set(self.rewrites or ()) - set(ALL_REWRITES))
-        if unknown:
-            raise ValueError(f"rewrites={self.rewrites!r}: {unknown} are none of {ALL_REWRITES}")
+        buckets = self.buckets
+        if (
+            not isinstance(buckets, tuple)
+            or not buckets
+            or not all(type(bucket) is int for bucket in buckets)
+            or not all(a < b for a, b in pairwise((0, *buckets)))
+        ):
+            raise ValueError(f"buckets={buckets!r}: must be a tuple of integers that ascend from 1")
+        if self.rewrites is not None:
+            if not isinstance(self.rewrites, tuple):
+                raise ValueError(f"rewrites={self.rewrites!r}: must be a tuple of names, or None")
+            unknown = [name for name in self.rewrites if name not in ALL_REWRITES]
+            if unknown:
+                raise ValueError(f"rewrites={self.rewrites!r}: {unknown} not in {ALL_REWRITES}")
+        if not isinstance(self.cuda_graphs, bool):
+            raise ValueError(f"cuda_graphs={self.cuda_graphs!r}: must be True or False")
 
     def rewrites_on(self, device: torch.device) -> tuple[str, ...]:
         """Those that are applied to a network on `device`."""

@@ -31,6 +31,9 @@ def inductor_cache(
     os.environ[_VARIABLE] = str(place)
     try:
         yield
+    except Exception as error:
+        error.add_note(f"Compiled code is kept in {place}: delete that if it may be damaged.")
+        raise
     finally:
         if before is None:
             del os.environ[_VARIABLE]

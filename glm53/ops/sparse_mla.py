@@ -84,7 +84,8 @@ def attend_own(
 ) -> tuple[Tensor, Tensor]:
     """Every query over keys [T, L, X] of its own. A query without a valid key gets anything."""
     dtype = compute_dtype(q_THX.dtype)
-    if q_THX.device.type == "cpu" and dtype != q_THX.dtype:
+    # Rows of another dtype (a cache in fp32, autocast) would have to be rounded first.
+    if q_THX.device.type == "cpu" and dtype != q_THX.dtype == keys_TLX.dtype:
         # Heads as the rows of one product per query, keys and values in one matrix: twice as fast
         # as two products in fp32 (16 heads, 512 keys, 2 threads), although the rope part of the
         # values is computed for nothing.

@@ -158,7 +158,12 @@ def test_weights_updated_in_place(compiled, no_recompile):
 
 
 def test_config_names_what_is_wrong():
-    for buckets in ((), (0, 1), (2, 1), (1, 1), (1.0, 2)):
+    with pytest.raises(ValueError, match="cuda_graphs"):
+        CompileConfig(cuda_graphs="no")
+    for rewrites in (False, "skinny_linear", ("skinny_linear", "a"), (1,), ["skinny_linear"]):
+        with pytest.raises(ValueError, match="rewrites"):
+            CompileConfig(rewrites=rewrites)
+    for buckets in ((), (0, 1), (2, 1), (1, 1), (1.0, 2), 4, None, "12", (True, 2), [1, 2]):
         with pytest.raises(ValueError, match="buckets"):
             CompileConfig(buckets=buckets)
     with pytest.raises(ValueError, match="'fold'"):

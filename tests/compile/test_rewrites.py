@@ -66,13 +66,17 @@ def test_experts_leave_out_unknown_ids(rows, dtype):
     close(ours, routed_experts_ref(*doubles, ids, weights.double()), dtype)
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_reads_selected_rows_only(dtype):
-    rows = torch.full((50, 12), torch.nan).to(dtype)
-    indices = torch.tensor([[3, 9, 40, -1, -1], [-1] * 5, [49, 0, 7, 8, 2]], dtype=torch.int32)
+def test_attention_reads_selected_rows_only(dtype, cache_dtype, repeats):
+    """3 rows and 6; NaN also in row 0, which a careless stand-in for invalid entries would be."""
+    rows = torch.full((50, 12), torch.nan).to(cache_dtype or dtype)
+    indices = [[3, 9, 40, -1, -1], [-1] * 5, [49, 1, 7, 8, 2]] * repeats
+    indices = torch.tensor(indices, dtype=torch.int32)
     read = indices[indices >= 0].long()
-    rows[read] = torch.randn(len(read), 12).to(dtype)
-    q, counts = torch.randn(3, 4, 12).to(dtype), (indices >= 0).sum(-1).int()
+    rows[read] = torch.randn(len(read), 12).to(rows)
+    q, counts = torch.randn(len(indices), 4, 12).to(dtype), (indices >= 0).sum(-1).int()
     out, lse = skinny_attention.gathered_mla(q, rows, indices, counts, 9, 0.3)
     exact, exact_lse = sparse_mla_ref(q.double(), rows.double(), indices, counts, 9, 0.3)
     close(out, exact, dtype)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from glm53.batch import Batch
 from glm53.cache import PAGE_SIZE, KVCache
-from glm53.compile.split import compile_pieces
+from glm53.compile.split import compile_pieces, signature
 from glm53.model import Transformer
 from tests.tiny import randomise, tiny_config
 
@@ -51,6 +52,35 @@ def traced(model: Transformer):
     assert torch.equal(result, expected)
     (report,) = reports
     return report, len(compiled)
+
+
+def piece(function, *inputs):
+    """The signature of a traced function."""
+    graph = make_fx(function)(*inputs)
+    return signature(graph, inputs)
+
+
+def test_pieces_that_differ_in_anything_have_different_signatures():
+    """A signature that two of these shared would run one's code in the place of the other's."""
+    x, y = torch.ones(3, 4), torch.ones(3, 4)
+
+    def base(x, y):
+        return x * y + 2
+
+    same = piece(lambda a, b: a * b + 2, x, y)
+    assert piece(base, x, y) == same
+    others = [
+        (lambda x, y: x * y + 3, x, y),  # a constant
+        (lambda x, y: y * x + 2, x, y),  # the order of operands
+        (lambda x, y: x * x + 2, x, y),  # wiring
+        (lambda x, y: x * y - 2, x, y),  # an operator
+        (base, x[:2], y[:2]),  # shapes
+        (base, torch.ones(4, 3).T, y),  # strides
+        (base, x.double(), y),  # dtypes
+        (base, x.to("meta"), y.to("meta")),  # devices
+    ]
+    signatures = [piece(function, *inputs) for function, *inputs in others]
+    assert len({same, *signatures}) == len(others) + 1
 
 
 @pytest.mark.parametrize("layers", [14, 78])

@@ -88,6 +88,20 @@ def test_half_precision_rounds_inputs_softmax_and_output(form, dtype):
     assert ((out.double() - expected_out).abs() <= 2.01 * unit * weighed).all()
 
 
+@pytest.mark.parametrize("form", ["own", "shared"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_another_dtype_are_not_rounded(dtype, form):
+    """A cache in fp32 below a model in half precision, or autocast over one in fp32."""
+    same = [[*range(20), -1]] * MODULE.MIN_SHARED_ROWS
+    q, rows, indices, counts = _case(same if form == "shared" else None)
+    case = q.to(dtype), rows, indices, counts
+    out, lse = _run(case)
+    expected_out, expected_lse = loop_attention(*case)
+    rounding = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(out.double(), expected_out, rtol=rounding, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_without_a_key_give_zero_and_minus_infinity():
     out, lse = _run(_case())
     assert torch.equal(out[1], torch.zeros(HEADS, VALUE_DIM))
