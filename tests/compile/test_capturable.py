@@ -22,11 +22,11 @@ OURS = {
 }
 ATEN = set(
     """
-    _softmax _to_copy _unsafe_view add amax arange as_strided bitwise_and bmm cat clamp clone
-    cos detach div embedding eq expand floor_divide gather ge gt index logsumexp lt masked_fill
-    mean mm mul native_layer_norm permute pow reciprocal remainder rsqrt scalar_tensor sigmoid
-    silu sin slice sort split split_with_sizes stack sub sum t transpose unbind unsqueeze view
-    where
+    _softmax _to_copy _unsafe_view add amax arange as_strided bitwise_and bitwise_not bmm cat
+    clamp clone cos detach div embedding eq expand floor_divide gather ge gt index logsumexp lt
+    masked_fill masked_fill_ mean mm mul mul_ native_layer_norm permute pow reciprocal remainder
+    rsqrt scalar_tensor sigmoid silu sin slice sort split split_with_sizes stack sub sum t
+    transpose unbind unsqueeze view where
     """.split()
 )
 
