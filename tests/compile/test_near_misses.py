@@ -216,6 +216,75 @@ def test_another_dtype(plain):
     assert fused(graph) == (0, False, 1, True)
 
 
+def query_norm(graph: fx.GraphModule) -> fx.Node:
+    """The normed query latent: the input of the first product behind a norm in attention."""
+    latents, _ = calls(graph, "cache_write")
+    return next(n.args[0] for n in calls(graph, "linear") if n > latents)
+
+
+def test_the_query_latent_is_needed_before_the_write(plain):
+    graph = copy.deepcopy(plain)
+    latents, _ = calls(graph, "cache_write")
+    with graph.graph.inserting_before(latents):
+        use(graph, graph.graph.call_method("sum", (query_norm(graph),)))
+    assert fused(graph) == (0, False, 1, True)
+
+
+@pytest.mark.parametrize("of", ["query", "index keys"])
+def test_projected_from_something_else(plain, of):
+    graph = copy.deepcopy(plain)
+    products = calls(graph, "linear")
+    if of == "query":
+        norm_input = chain_before(query_norm(graph).args[1], "linear")
+        norm_input.replace_input_with(norm_input.args[0], norm_input.args[0].args[0])
+        assert fused(graph) == (0, False, 1, True)
+    else:
+        _, keys = calls(graph, "cache_write")
+        projection = chain_before(keys.args[0], "linear")
+        projection.replace_input_with(projection.args[0], projection.args[0].args[0])
+        assert fused(graph) == (1, False, 1, True)
+    assert len(calls(graph, "linear")) == len(products)
+
+
+def query_parts(graph: fx.GraphModule) -> tuple[fx.Node, fx.Node]:
+    """The absorbed query and the index query."""
+    (mla,), (select,) = calls(graph, "sparse_mla"), calls(graph, "index_select")
+    return mla.args[0].args[0][0], select.args[0]
+
+
+def test_queries_of_another_dtype(plain):
+    graph = copy.deepcopy(plain)
+    latent, _ = query_parts(graph)
+    latent.meta["example_value"] = latent.meta["example_value"].double()
+    assert fused(graph) == (1, True, 0, False)
+
+
+def test_head_weights_of_another_dtype(plain):
+    graph = copy.deepcopy(plain)
+    (select,) = calls(graph, "index_select")
+    weights = select.args[1].args[0]
+    weights.meta["example_value"] = weights.meta["example_value"].double()
+    assert fused(graph) == (1, True, 1, False)
+
+
+def test_index_queries_with_another_table(plain):
+    graph = copy.deepcopy(plain)
+    (select,) = calls(graph, "index_select")
+    cos, sin = (node for node in graph.graph.nodes if node.name in ("cos", "sin"))
+    _, keys = calls(graph, "cache_write")
+    for node in [n for n in cos.users if keys < n < select]:
+        node.replace_input_with(cos, sin)
+    assert fused(graph) == (1, True, 1, False)
+
+
+def test_index_queries_are_needed_before_the_selection(plain):
+    graph = copy.deepcopy(plain)
+    (select,) = calls(graph, "index_select")
+    with graph.graph.inserting_before(select):
+        use(graph, graph.graph.call_method("sum", (select.args[0],)))
+    assert fused(graph) == (1, True, 1, False)
+
+
 @torch.no_grad()
 def traced(function, *arguments, names=NAMES):
     """The graph, its rewritten form, and the result of that."""
