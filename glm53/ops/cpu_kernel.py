@@ -43,7 +43,7 @@ class CPUKernel:
         serial = present[0].shape[0] <= SERIAL_ROWS
         key = (
             serial,
-            *constants.values(),
+            *[(type(value), value) for value in constants.values()],  # 1, 1.0 and True are equal
             *[None if x is None else (x.dtype, x.shape[1:]) for x in tensors],
         )
         compiled = self._compiled.get(key)

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
 from torch._inductor.utils import fresh_cache
 
-from glm53.compile import cacheable
+from glm53.compile import cacheable, inductor_cache
 from glm53.compile.backend import Backend
 from glm53.compile.cacheable import cache_options
 from glm53.compile.rewrites import REWRITES, capturable, rewrite
@@ -22,6 +22,27 @@ from tests.compile.tracing import decode_graphs
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_folder_for_every_device_and_config(tmp_path, monkeypatch):
+    """Given for as long as it is needed; an error from inside says where it is."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    cpu = torch.device("cpu")
+    places = []
+    for config in (tiny_config(), tiny_config(), tiny_config(vocab_size=132)):
+        with inductor_cache(tmp_path / "new", config, cpu):
+            places.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert places[0] == places[1] != places[2]
+    assert all(Path(place).parent == tmp_path / "new" for place in places)
+    with (
+        pytest.raises(SyntaxError) as caught,
+        inductor_cache(tmp_path / "new", tiny_config(), cpu),
+    ):
+        raise SyntaxError("half a file")
+    assert places[0] in caught.value.__notes__[0]
+    with inductor_cache(None, tiny_config(), cpu):
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def start(folder: Path) -> dict:

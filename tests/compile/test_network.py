@@ -126,6 +126,35 @@ def test_equals_eager_without_recompiling(compiled, no_recompile, length, reques
         torch.testing.assert_close(b[written], a[written], rtol=1e-4, atol=1e-4)
 
 
+def greedy(model, cache: KVCache, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """Prompts at once, then a token of each per step."""
+    tokens = [list(prompt) for prompt in prompts]
+    width = PAGES // len(prompts)
+    pages = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
+    rows = [(prompt, 0, own) for prompt, own in zip(prompts, pages, strict=True)]
+    for _ in range(steps):
+        hidden_TD = model.model(Batch.paged(rows, PAGE_SIZE), cache)
+        last = torch.tensor([len(new) for new, _, _ in rows]).cumsum(0) - 1
+        chosen = model.lm_head(hidden_TD[last]).argmax(-1).tolist()
+        rows = [([i], len(t), own) for i, t, own in zip(chosen, tokens, pages, strict=True)]
+        for own_tokens, i in zip(tokens, chosen, strict=True):
+            own_tokens.append(i)
+    return tokens
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_greedy_tokens_equal(compiled, no_recompile, requests):
+    """Of the random checkpoint; prompts longer than index_topk, of different lengths."""
+    network, ours, *_ = compiled
+    prompts = [torch.randint(131, (9 + 14 * i,)).tolist() for i in range(requests)]
+    expected, results = (
+        greedy(model, cache, prompts, 20)
+        for model, cache in zip((network, ours), caches(), strict=True)
+    )
+    assert results == expected
+    assert len({tuple(tokens[-20:]) for tokens in expected}) == requests
+
+
 @pytest.mark.parametrize("requests", [1, 2, 3, 7])
 def test_steps_of_generation_never_compile(compiled, no_recompile, requests):
     """Each runs the compiled decoder: nothing falls back."""

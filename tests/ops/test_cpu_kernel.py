@@ -95,3 +95,13 @@ def test_first_calls_of_two_threads():
         calls = [pool.submit(kernel, x, factor=1.5) for kernel in kernels for _ in range(2)]
     for call in calls:
         assert torch.equal(call.result()[0], x * 1.5)
+
+
+@torch.inference_mode()
+def test_constants_of_different_types_are_different():
+    """1, 1.0 and True are equal as keys, and do not compute the same."""
+    kernel = CPUKernel(lambda x, factor: (x * factor,), rows="T")
+    x = torch.arange(6).view(3, 2)
+    for factor, dtype in ((1, torch.int64), (1.0, torch.float32), (True, torch.int64)):
+        (result,) = kernel(x, factor=factor)
+        assert result.dtype == dtype
