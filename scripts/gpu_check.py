@@ -44,12 +44,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
-        print("gpu_check: there is no CUDA device", file=sys.stderr)
+    device = torch.device(arguments.device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        print(f"gpu_check: {device}: there is no CUDA device", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     folder = arguments.model or str(ROOT / "glm53" / "data" / "nano")
-    device = torch.device(arguments.device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
     checks = all_checks(folder, device, dtypes)

@@ -27,7 +27,7 @@ def test_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert call(monkeypatch) == 2
     out, err = capsys.readouterr()
-    assert not out and err == "gpu_check: there is no CUDA device\n"
+    assert not out and err == "gpu_check: cuda: there is no CUDA device\n"
 
 
 @pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["--dtypes", "int8"], 2)])
