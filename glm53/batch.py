@@ -24,6 +24,9 @@ def block_table(pages: Sequence[Sequence[int]], device: torch.device | str) -> T
     return torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
 
 
+TENSORS = ("input_ids", "positions", "request", "lengths", "slots", "block_table")  # of a Batch
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows of one forward.

@@ -25,7 +25,6 @@ LENGTHS = (5, 6, 7, 20, 33, 700)
 REQUESTS = (1, 2, 3, 7)
 STEPS = 3
 BUCKETS = (2, 8)
-_ROWS = ("input_ids", "positions", "request", "lengths", "slots", "block_table")
 PROMPTS = ["def read_lines(path):\n", "import os\n" * 9, "class A:\n    def f(self, x):\n"]
 
 Check = tuple[str, Callable[[], str]]
@@ -179,7 +178,7 @@ def _verdict(errors: list[float], dtype) -> str:
 
 def eager_equals_cpu(network, on_cpu) -> str:
     """Prompts and decode rows, deciding as the CPU decided."""
-    from glm53.batch import Trace
+    from glm53.batch import TENSORS, Trace
 
     errors = []
     with torch.inference_mode():
@@ -191,7 +190,7 @@ def eager_equals_cpu(network, on_cpu) -> str:
             record, step = Trace(), _step("cpu", length, 3, rows)
             expected = on_cpu.model(step, caches[0], record)
             moved = replace(
-                step, **{name: getattr(step, name).to(network.device) for name in _ROWS}
+                step, **{name: getattr(step, name).to(network.device) for name in TENSORS}
             )
             replay = Trace(
                 *(

@@ -72,28 +72,6 @@ class IndexScores:
             torch.sum(torch.stack(parts), 0, out=scores_S)
         return scores_US
 
-    def index_select(
-        self,
-        q_TJG: Tensor,
-        weights_TJ: Tensor,
-        keys_MG: Tensor,
-        block_table_BP: Tensor,
-        request_T: Tensor,
-        lengths_T: Tensor,
-        index_topk: int,
-        page_size: int,
-        block_stride: int,
-    ) -> Tensor:
+    def index_select(self, *arguments) -> Tensor:
         """`glm53::index_select`."""
-        return select_best(
-            self.scores,
-            q_TJG,
-            weights_TJ,
-            keys_MG,
-            block_table_BP,
-            request_T,
-            lengths_T,
-            index_topk,
-            page_size,
-            block_stride,
-        )
+        return select_best(self.scores, *arguments)

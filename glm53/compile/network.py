@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm53.batch import Batch, Selection, Trace
+from glm53.batch import TENSORS, Batch, Selection, Trace
 from glm53.cache import PAGE_SIZE, KVCache
 from glm53.compile.backend import Backend
 from glm53.compile.capture import Captures, CUDARecorder
@@ -202,15 +202,8 @@ class CompiledNetwork:
         padded = batch.pad(bucket or batch.num_rows, bucket or 2, 2)
         torch._dynamo.mark_dynamic(padded.block_table, 1)
         if bucket == DYNAMIC:
-            for rows in (
-                padded.input_ids,
-                padded.positions,
-                padded.request,
-                padded.lengths,
-                padded.slots,
-                padded.block_table,
-            ):
-                torch._dynamo.mark_dynamic(rows, 0)
+            for name in TENSORS:
+                torch._dynamo.mark_dynamic(getattr(padded, name), 0)
         return padded, bucket
 
     def _held(self, name: str, tensor: Tensor, bucket: int) -> Tensor:

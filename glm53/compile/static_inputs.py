@@ -5,9 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from glm53.batch import Batch, Selection
-
-_ROWS = ("input_ids", "positions", "request", "lengths", "slots", "block_table")
+from glm53.batch import TENSORS, Batch, Selection
 
 
 class StaticInputs:
@@ -26,7 +24,7 @@ class StaticInputs:
 
     def batch(self, batch: Batch) -> Batch:
         """A padded batch."""
-        return replace(batch, **{name: self.hold(name, getattr(batch, name)) for name in _ROWS})
+        return replace(batch, **{name: self.hold(name, getattr(batch, name)) for name in TENSORS})
 
     def selection(self, selection: Selection) -> Selection:
         """A padded selection."""

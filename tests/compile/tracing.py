@@ -2,7 +2,7 @@
 
 import torch
 
-from glm53.batch import Batch
+from glm53.batch import TENSORS, Batch
 from glm53.cache import PAGE_SIZE, KVCache
 from glm53.config import GLM53Config
 from glm53.model import Transformer
@@ -16,7 +16,7 @@ def decode_graphs(config: GLM53Config, rows: int | None) -> list[torch.fx.GraphM
     cache = KVCache(config, size, mtp=False, dtype=torch.float32)
     batch = Batch.paged([([7], 20, [page]) for page in range(size)], PAGE_SIZE)
     if rows is None:
-        for name in ("input_ids", "positions", "request", "lengths", "slots", "block_table"):
+        for name in TENSORS:
             torch._dynamo.mark_dynamic(getattr(batch, name), 0)
     graphs: list[torch.fx.GraphModule] = []
 
